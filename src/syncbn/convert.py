@@ -1,0 +1,141 @@
+"""From PyTorch's BatchNorm modules to synchronized ones and back, by a swap of classes in place."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from . import modules
+from .sync import Exchange
+
+__all__ = ["convert_model", "revert_model"]
+
+_M = TypeVar("_M", bound=nn.Module)
+
+_SYNCHRONIZED: dict[type[nn.Module], type[modules.Synchronized]] = {
+    nn.BatchNorm1d: modules.BatchNorm1d,
+    nn.BatchNorm2d: modules.BatchNorm2d,
+    nn.BatchNorm3d: modules.BatchNorm3d,
+    nn.LazyBatchNorm1d: modules.LazyBatchNorm1d,
+    nn.LazyBatchNorm2d: modules.LazyBatchNorm2d,
+    nn.LazyBatchNorm3d: modules.LazyBatchNorm3d,
+    nn.SyncBatchNorm: modules.SyncBatchNorm,
+}
+_STOCK: dict[type[nn.Module], type[nn.Module]] = {v: k for k, v in _SYNCHRONIZED.items()}
+
+
+def convert_model(module: _M, process_group: dist.ProcessGroup | Exchange | None = None) -> _M:
+    """Makes every BatchNorm of a model synchronized, in place, and returns the model.
+
+    Each ``nn.BatchNorm1d/2d/3d``, their lazy forms and ``nn.SyncBatchNorm``, at any depth or at the
+    root, changes its class. The module object stays, and with it parameters, buffers, hooks, flags,
+    attributes, shared references, and what an optimizer or DistributedDataParallel knows of it; so
+    it can be called before or after either is made. A subclass keeps its methods and is converted
+    if its forward is the stock one; subclasses with a forward of their own are left alone and named
+    in one warning.
+
+    Args:
+        module: any module.
+        process_group: who shares the mini-batch; ``None`` for the default process group, looked up
+            at each forward. Modules that have one already keep it unless another is given here.
+
+    Returns:
+        ``module`` itself.
+
+    Raises:
+        TypeError: ``module`` is not a module, or holds a BatchNorm compiled by
+            ``torch.jit.script``.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"convert_model: expected module to be a torch.nn.Module, got {type(module).__name__}"
+        )
+    left_alone: dict[str, None] = {}  # an ordered set
+    found: list[tuple[nn.Module, type[modules.Synchronized]]] = []
+    for name, m in module.named_modules():
+        if isinstance(m, torch.jit.ScriptModule):
+            if "BatchNorm" in m.original_name:
+                raise TypeError(
+                    "convert_model: expected modules, got the TorchScript module "
+                    f"{name or 'at the root'!r}; convert the model before torch.jit.script"
+                )
+        elif isinstance(m, modules.Synchronized):
+            found.append((m, type(m)))
+        elif isinstance(m, _BatchNorm):
+            if _has_stock_forward(m):
+                found.append((m, _synchronized(type(m))))
+            else:
+                left_alone[type(m).__qualname__] = None
+    # Nothing above changed anything: an error leaves the model as it was.
+    for m, cls in found:
+        m.__class__ = cls
+        if process_group is not None:
+            m.process_group = process_group  # type: ignore[assignment]
+    if left_alone:
+        warnings.warn(
+            "syncbn.convert_model left these subclasses of BatchNorm alone, because they have a "
+            f"forward of their own: {', '.join(left_alone)}. They use local statistics.",
+            stacklevel=2,
+        )
+    return module
+
+
+def revert_model(module: _M) -> _M:
+    """Undoes ``convert_model``: every synchronized BatchNorm gets its PyTorch class back, in place.
+
+    For deployment, or for tools that look for exact classes. Parameters, buffers and everything
+    else stay; ``process_group``, ``sync`` and ``frozen`` are dropped, except that
+    ``nn.SyncBatchNorm`` keeps its group.
+
+    Args:
+        module: any module.
+
+    Returns:
+        ``module`` itself.
+    """
+    for m in module.modules():
+        # A class that a user derived from one of ours has no PyTorch class to go back to.
+        stock = _STOCK.get(type(m))
+        if stock is not None:
+            group = m.__dict__.pop("process_group", None)
+            m.__dict__.pop("sync", None)
+            m.__dict__.pop("frozen", None)
+            m.__class__ = stock
+            if isinstance(m, nn.SyncBatchNorm):
+                m.process_group = group
+    return module
+
+
+def _has_stock_forward(m: nn.Module) -> bool:
+    """Whether calling ``m`` runs PyTorch's own forward."""
+    stock = nn.SyncBatchNorm if isinstance(m, nn.SyncBatchNorm) else _BatchNorm
+    return type(m).forward is stock.forward and "forward" not in m.__dict__
+
+
+def _synchronized(cls: type[nn.Module]) -> type[modules.Synchronized]:
+    """The synchronized class for a BatchNorm class whose forward is the stock one."""
+    if cls not in _SYNCHRONIZED:
+        # A subclass: our forward in front of it, everything else from it. Made once per class.
+        base = next(
+            (_SYNCHRONIZED[c] for c in cls.__mro__ if c in _SYNCHRONIZED), modules.Synchronized
+        )
+        namespace = {"__module__": cls.__module__, "__reduce_ex__": _reduce_converted}
+        _SYNCHRONIZED[cls] = type(cls.__name__, (base, cls), namespace)
+        _STOCK[_SYNCHRONIZED[cls]] = cls
+    return _SYNCHRONIZED[cls]
+
+
+def _reduce_converted(self: Any, protocol: int) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
+    """Pickles an instance of a class made above by way of the class that it was made from."""
+    return _new_converted, (_STOCK[type(self)],), self.__getstate__()
+
+
+def _new_converted(cls: type[nn.Module]) -> nn.Module:
+    synchronized = _synchronized(cls)
+    return synchronized.__new__(synchronized)

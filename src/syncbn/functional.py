@@ -1,0 +1,194 @@
+"""Synchronized batch normalization as a function."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import _C, reference
+from ._workspace import workspace_for
+from .sync import Exchange, exchange_for
+
+__all__ = ["batchnorm2d_sync"]
+
+_float64 = torch.float64
+_PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
+
+
+def batchnorm2d_sync(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    group: dist.ProcessGroup | Exchange | None = None,
+    training: bool = True,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    num_batches_tracked: Tensor | None = None,
+) -> Tensor:
+    """Batch normalization with statistics over the mini-batches of all participants of ``group``.
+
+    As ``torch.nn.functional.batch_norm`` on the concatenation of all participants' ``x``, gradients
+    and running statistics included; the gradients of ``weight`` and ``bias`` are this participant's
+    addends, which DistributedDataParallel averages. In training every participant must make the
+    call, and run its backward, in the same order; one with an empty ``x`` too.
+
+    Args:
+        x: [N, C, ...], 2 or more dimensions in spite of the name; float32, float16, bfloat16 or
+            float64; any strides. A dense ``x`` (contiguous, channels_last or another order of
+            dimensions) is used in place, another one is copied. N may be 0 and differ between
+            participants.
+        weight: [C] or None for ones; any of the four dtypes, as ``bias`` and the running
+            statistics.
+        bias: [C] or None for zeros.
+        running_mean: [C] or None. Updated in place in training, unless the call is a recomputation
+            inside a backward pass (activation checkpointing).
+        running_var: [C] or None, as ``running_mean``; takes the unbiased variance.
+        group: ``None`` (the default process group if there is one, else no exchange), a
+            ``ProcessGroup``, or a ``syncbn.sync.Exchange``.
+        training: False normalizes by the running statistics, or by local statistics where there are
+            none; without communication.
+        momentum: weight of the new value in the running statistics; ``None`` for the cumulative
+            average, which needs ``num_batches_tracked``.
+        eps: added to the variance.
+        num_batches_tracked: [] int64 or None; counts one more in training.
+
+    Returns:
+        [N, C, ...], of the dtype and strides of ``x`` (if dense).
+
+    Raises:
+        TypeError: an argument is not a tensor, of another dtype, or a tensor subclass without plain
+            memory.
+        ValueError: a shape or device does not fit; one participant with one value per channel in
+            training.
+        RuntimeError: the collective failed, or ``x`` is on CUDA and this build has no CUDA kernels.
+
+    The first three are raised before any communication.
+
+    Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015; eps, momentum and the unbiased
+    running variance as in ``torch.nn.BatchNorm2d``.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"batchnorm2d_sync: expected x to be a tensor, got {type(x).__name__}")
+    plain = type(x).__torch_dispatch__ is _PLAIN_DISPATCH
+    ops: ModuleType = _C if plain and (x.is_cpu or x.is_cuda) else reference
+    ready = ops.check(x, weight, bias, running_mean, running_var, num_batches_tracked, momentum)
+    if not training:
+        # F.batch_norm takes local statistics only where it is told that it trains.
+        local = running_mean is None
+        return F.batch_norm(x, running_mean, running_var, weight, bias, local, 0.0, eps)
+    exchange = exchange_for(group)
+    if exchange.size == 1:
+        if x.numel() == x.shape[1]:
+            raise ValueError(
+                "expected more than 1 value per channel when training, "
+                f"got x of shape {list(x.shape)}"
+            )
+    elif not plain:
+        raise TypeError(
+            f"batchnorm2d_sync: expected x to be a plain torch.Tensor, got {type(x).__name__}, "
+            "whose statistics cannot be exchanged; pass its local part"
+        )
+    if not ready:
+        x = torch.empty_like(x).copy_(x)
+        weight = weight if weight is None else weight.contiguous()
+        bias = bias if bias is None else bias.contiguous()
+    if torch._C._current_graph_task_id() != -1:
+        # Inside a backward pass: a recomputation (checkpointing), whose batch has been counted.
+        running_mean = running_var = num_batches_tracked = None
+    y: Tensor = _BatchNorm.apply(
+        x,
+        weight,
+        bias,
+        (ops, exchange, running_mean, running_var, num_batches_tracked, momentum, eps),
+    )
+    return y
+
+
+class _BatchNorm(torch.autograd.Function):
+    """Two ops and one collective each way. The host's pace counts: no Python but the calls."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, call: tuple[Any, ...]
+    ) -> Tensor:
+        ops, exchange, running_mean, running_var, num_batches_tracked, momentum, eps = call
+        device = x.device if ops is _C else reference.sums_device(x)
+        sums = torch.empty(2 * x.shape[1] + 1, dtype=_float64, device=device)
+        ops.statistics(x, sums, workspace_for(x) if x.is_cuda else None)
+        sums = exchange.all_reduce(sums)
+        y = torch.empty_like(x)
+        moments = torch.empty_like(sums)
+        ops.normalize(
+            x,
+            weight,
+            bias,
+            sums,
+            running_mean,
+            running_var,
+            num_batches_tracked,
+            y,
+            moments,
+            momentum,
+            eps,
+        )
+        # The op's writes, made known to autograd: an earlier forward in eval may have saved these.
+        if running_mean is not None:
+            written = running_mean, running_var, num_batches_tracked
+            torch._C._increment_version(written if num_batches_tracked is not None else written[:2])
+        ctx.save_for_backward(x, weight)
+        ctx.rest = ops, exchange, moments, None if bias is None else bias.dtype, eps
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        ops, exchange, moments, bias_dtype, eps = ctx.rest
+        need_dx, need_dweight, need_dbias, _ = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = reference.backward(
+                dy, x, weight, moments, eps, lambda v: _AllReduce.apply(v, exchange)
+            )
+            dtypes = x.dtype, None if weight is None else weight.dtype, bias_dtype
+            return *(
+                g.to(dtype) if need else None
+                for g, dtype, need in zip(gradients, dtypes, ctx.needs_input_grad, strict=False)
+            ), None
+        if ops is _C and not _C.same_layout(dy, x):
+            dy = torch.empty_like(x).copy_(dy)
+        channels = x.shape[1]
+        dweight = torch.empty_like(weight) if need_dweight else None
+        dbias = x.new_empty(channels, dtype=bias_dtype) if need_dbias else None
+        acc = _float64 if x.dtype is _float64 else torch.float32
+        sums_dy = x.new_empty(2 * channels, dtype=acc)
+        workspace = workspace_for(x) if x.is_cuda else None
+        ops.backward_reduce(dy, x, moments, sums_dy, dweight, dbias, workspace)
+        # Also where this x needs no gradient: the other participants' may, and they wait for sums.
+        sums_dy = exchange.all_reduce(sums_dy)
+        dx = torch.empty_like(x) if need_dx else None
+        if need_dx:
+            ops.backward_input(dy, x, weight, moments, sums_dy, dx)
+        return dx, dweight, dbias, None
+
+
+class _AllReduce(torch.autograd.Function):
+    """The exchange as a differentiable function.
+
+    The loss is the sum of the participants' losses, so the gradient of an addend is the sum of the
+    participants' gradients of the sum.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.all_reduce(values.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _AllReduce.apply(gradient, ctx.exchange), None
