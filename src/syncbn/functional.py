@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -10,13 +9,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _C, reference
-from ._workspace import workspace_for
+from . import reference
+from ._ops import KERNELS, REFERENCE, with_layout_of
 from .sync import Exchange, exchange_for
 
 __all__ = ["batchnorm2d_sync"]
 
-_float64 = torch.float64
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
@@ -77,8 +75,13 @@ def batchnorm2d_sync(
     if not isinstance(x, Tensor):
         raise TypeError(f"batchnorm2d_sync: expected x to be a tensor, got {type(x).__name__}")
     plain = type(x).__torch_dispatch__ is _PLAIN_DISPATCH
-    ops: ModuleType = _C if plain and (x.is_cpu or x.is_cuda) else reference
-    ready = ops.check(x, weight, bias, running_mean, running_var, num_batches_tracked, momentum)
+    if torch.compiler.is_compiling():
+        ops: Any = torch.ops.syncbn
+        check = reference.check
+    else:
+        ops = KERNELS if plain and (x.is_cpu or x.is_cuda) else REFERENCE
+        check = ops.check
+    ready = check(x, weight, bias, running_mean, running_var, num_batches_tracked, momentum)
     if not training:
         # F.batch_norm takes local statistics only where it is told that it trains.
         local = running_mean is None
@@ -99,15 +102,8 @@ def batchnorm2d_sync(
         x = torch.empty_like(x).copy_(x)
         weight = weight if weight is None else weight.contiguous()
         bias = bias if bias is None else bias.contiguous()
-    if torch._C._current_graph_task_id() != -1:
-        # Inside a backward pass: a recomputation (checkpointing), whose batch has been counted.
-        running_mean = running_var = num_batches_tracked = None
-    y: Tensor = _BatchNorm.apply(
-        x,
-        weight,
-        bias,
-        (ops, exchange, running_mean, running_var, num_batches_tracked, momentum, eps),
-    )
+    call = ops, exchange, running_mean, running_var, num_batches_tracked, momentum, eps
+    y: Tensor = _BatchNorm.apply(x, weight, bias, call)
     return y
 
 
@@ -117,31 +113,12 @@ class _BatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, call: tuple[Any, ...]
-    ) -> Tensor:
+    ) -> Any:
         ops, exchange, running_mean, running_var, num_batches_tracked, momentum, eps = call
-        device = x.device if ops is _C else reference.sums_device(x)
-        sums = torch.empty(2 * x.shape[1] + 1, dtype=_float64, device=device)
-        ops.statistics(x, sums, workspace_for(x) if x.is_cuda else None)
-        sums = exchange.all_reduce(sums)
-        y = torch.empty_like(x)
-        moments = torch.empty_like(sums)
-        ops.normalize(
-            x,
-            weight,
-            bias,
-            sums,
-            running_mean,
-            running_var,
-            num_batches_tracked,
-            y,
-            moments,
-            momentum,
-            eps,
+        sums = exchange.all_reduce(ops.statistics(x))
+        y, moments = ops.normalize(
+            x, weight, bias, sums, running_mean, running_var, num_batches_tracked, momentum, eps
         )
-        # The op's writes, made known to autograd: an earlier forward in eval may have saved these.
-        if running_mean is not None:
-            written = running_mean, running_var, num_batches_tracked
-            torch._C._increment_version(written if num_batches_tracked is not None else written[:2])
         ctx.save_for_backward(x, weight)
         ctx.rest = ops, exchange, moments, None if bias is None else bias.dtype, eps
         return y
@@ -160,20 +137,18 @@ class _BatchNorm(torch.autograd.Function):
                 g.to(dtype) if need else None
                 for g, dtype, need in zip(gradients, dtypes, ctx.needs_input_grad, strict=False)
             ), None
-        if ops is _C and not _C.same_layout(dy, x):
-            dy = torch.empty_like(x).copy_(dy)
-        channels = x.shape[1]
-        dweight = torch.empty_like(weight) if need_dweight else None
-        dbias = x.new_empty(channels, dtype=bias_dtype) if need_dbias else None
-        acc = _float64 if x.dtype is _float64 else torch.float32
-        sums_dy = x.new_empty(2 * channels, dtype=acc)
-        workspace = workspace_for(x) if x.is_cuda else None
-        ops.backward_reduce(dy, x, moments, sums_dy, dweight, dbias, workspace)
+        if ops is KERNELS:
+            dy = with_layout_of(x, dy)
+        sums_dy, dweight, dbias = ops.backward_reduce(
+            dy,
+            x,
+            moments,
+            weight.dtype if need_dweight else None,
+            bias_dtype if need_dbias else None,
+        )
         # Also where this x needs no gradient: the other participants' may, and they wait for sums.
         sums_dy = exchange.all_reduce(sums_dy)
-        dx = torch.empty_like(x) if need_dx else None
-        if need_dx:
-            ops.backward_input(dy, x, weight, moments, sums_dy, dx)
+        dx = ops.backward_input(dy, x, weight, moments, sums_dy) if need_dx else None
         return dx, dweight, dbias, None
 
 
