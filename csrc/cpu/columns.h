@@ -1,0 +1,50 @@
+// What the two traversals, reduce.h and map.h, share about blocks by column.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "blocks.h"
+#include "vec.h"
+
+namespace syncbn::cpu {
+
+// Calls step(col, skipped, lanes) for each vector of a row: `col` is its first column, and
+// `skipped` says how many of its lanes the vector before already had.
+template <class T, class Step>
+SYNCBN_INLINE void each_vector(int64_t cols, const Step& step) {
+  constexpr int kStep = kLanes<T>;
+  if (cols < kStep) {
+    step(int64_t{0}, 0, static_cast<int>(cols));
+    return;
+  }
+  int64_t col = 0;
+  for (; col + kStep <= cols; col += kStep) step(col, 0, AllLanes<T>{});
+  if (col < cols) step(cols - kStep, static_cast<int>(col + kStep - cols), AllLanes<T>{});
+}
+
+// Calls step(row, group) for groups of adjacent rows that are worked on together, so that what is
+// kept per column is loaded once for all: `group`, a constant, is kGroup or 1. Long rows go one by
+// one: several of them side by side keep the CPU's prefetching from following.
+template <class T, int kGroup, class Step>
+SYNCBN_INLINE void each_row_group(int64_t rows, int64_t cols, const Step& step) {
+  constexpr int64_t kShortBytes = 256;
+  int64_t row = 0;
+  if (cols * int64_t{sizeof(T)} <= kShortBytes) {
+    for (; row + kGroup <= rows; row += kGroup) step(row, std::integral_constant<int, kGroup>{});
+  }
+  for (; row < rows; ++row) step(row, std::integral_constant<int, 1>{});
+}
+
+// Gives every column of a block by column the value of its channel: [channels] -> [cols].
+template <class A>
+SYNCBN_INLINE void expand(const Block& block, int64_t inner, const A* from, A* to) {
+  int64_t col = 0;
+  while (col < block.cols) {
+    for (int64_t c = 0; c < block.channels; ++c) {
+      for (int64_t i = 0; i < inner; ++i) to[col++] = from[c];
+    }
+  }
+}
+
+}  // namespace syncbn::cpu
