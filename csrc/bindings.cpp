@@ -80,6 +80,9 @@ struct Running {
 class Arguments {
  public:
   Arguments(const char* op, const char* name, const Tensor& x) : op_(op), x_(x), x_name_(name) {
+    if (!x.elsewhere.empty()) {
+      type_error(std::string(name) + " on a CPU or CUDA device", x.elsewhere);
+    }
     present(name, x);
     if (!x.is_cpu() && !x.is_cuda()) {
       type_error(std::string(name) + " on a CPU or CUDA device", device_name(x.dl.device));
@@ -195,9 +198,15 @@ class Arguments {
     throw py::type_error(std::string(op_) + ": expected " + expected + ", got " + got);
   }
 
+  [[noreturn]] void wrong_device(const char* name, const std::string& got) const {
+    value_error(std::string(name) + " on " + device_name(x_.dl.device) + ", as " + x_name_, got);
+  }
+
   bool absent(const char* name, const Tensor& t) const {
-    if (t.foreign != nullptr)
+    if (!t.foreign.empty()) {
       type_error(std::string(name) + " to be a plain torch.Tensor", t.foreign);
+    }
+    if (!t.elsewhere.empty()) wrong_device(name, t.elsewhere);
     return !t.defined;
   }
   void present(const char* name, const Tensor& t) const {
@@ -212,10 +221,7 @@ class Arguments {
     const bool same = t.dl.device.device_type == x_.dl.device.device_type
                           ? t.dl.device.device_id == x_.dl.device.device_id
                           : t.is_cpu() && x_.is_cpu();  // pinned memory is CPU memory
-    if (!same) {
-      value_error(std::string(name) + " on " + device_name(x_.dl.device) + ", as " + x_name_,
-                  device_name(t.dl.device));
-    }
+    if (!same) wrong_device(name, device_name(t.dl.device));
   }
   DType dtype_of(const char* name, const Tensor& t) const {
     if (auto dtype = floating(t.dl.dtype)) return *dtype;
@@ -264,20 +270,25 @@ int num_threads() {
   return threads.cast<int>();
 }
 
+// Elements below which the CPU is done before other threads could be asked, for help or to go on.
+constexpr int64_t kSmall = 4096;
+
 template <typename Op>
 using Implementation = void (*)(const Op&, const Execution&);
 
 template <typename Op>
 void run(const Tensor& x, const Op& op, Implementation<Op> cpu, Implementation<Op> cuda) {
-  Execution where{1, 0, nullptr};
   if (x.is_cuda()) {
-    where.device = x.dl.device.device_id;
-    where.stream = x.stream();
+    const Execution where{1, x.dl.device.device_id, x.stream()};
+    py::gil_scoped_release_simple released;
+    cuda(op, where);
+  } else if (op.layout.size() < kSmall) {
+    cpu(op, {1, 0, nullptr});
   } else {
-    where.threads = num_threads();
+    const Execution where{num_threads(), 0, nullptr};
+    py::gil_scoped_release_simple released;
+    cpu(op, where);
   }
-  py::gil_scoped_release_simple released;
-  (x.is_cuda() ? cuda : cpu)(op, where);
 }
 
 #ifdef SYNCBN_WITH_CUDA

@@ -17,12 +17,13 @@
 namespace syncbn {
 
 // A borrowed view, valid while the Python tensor is: the length of a call. Not `defined` for None,
-// and for an object that is no tensor of ours to read, whose type's name is then in `foreign`.
+// and for what cannot be read: its type is then in `foreign`, or its device in `elsewhere`.
 struct Tensor {
   DLTensor dl{};
   const DLPackExchangeAPI* api = nullptr;
   bool defined = false;
-  const char* foreign = nullptr;
+  std::string foreign;
+  std::string elsewhere;
 
   int64_t size() const {
     int64_t size = 1;
@@ -97,7 +98,9 @@ struct type_caster<syncbn::Tensor> {
       return true;
     }
     if (value.api->dltensor_from_py_object_no_sync(source.ptr(), &value.dl) != 0) {
-      throw error_already_set();
+      PyErr_Clear();  // says less than the device does
+      value.elsewhere = str(source.attr("device"));
+      return true;
     }
     value.defined = true;
     return true;

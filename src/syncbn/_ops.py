@@ -25,11 +25,14 @@ class Ops:
         self._op = implementation
         self.check = implementation.check
 
+    def _workspace(self, x: Tensor) -> Tensor | None:
+        return workspace_for(x) if x.is_cuda and self._op is _C else None
+
     def statistics(self, x: Tensor) -> Tensor:
         """Sums [2C + 1] float64 of ``x`` [N, C, ...]: [sum of x | sum of x^2 | n]."""
         device = reference.sums_device(x) if self._op is reference else x.device
         sums = torch.empty(2 * x.shape[1] + 1, dtype=_float64, device=device)
-        self._op.statistics(x, sums, workspace_for(x) if x.is_cuda else None)
+        self._op.statistics(x, sums, self._workspace(x))
         return sums
 
     def normalize(
@@ -65,8 +68,11 @@ class Ops:
         )
         if running_mean is not None:
             # The writes, made known to autograd: an earlier forward in eval may have saved these.
-            written = [running_mean, running_var, num_batches_tracked]
-            torch._C._increment_version([v for v in written if v is not None])
+            torch._C._increment_version(
+                (running_mean, running_var)  # type: ignore[arg-type]
+                if num_batches_tracked is None
+                else (running_mean, running_var, num_batches_tracked)
+            )
         return y, moments
 
     def backward_reduce(
@@ -79,12 +85,10 @@ class Ops:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Sums [2C]: [sum of dy | sum of dy * xhat]; and dweight and dbias [C], if asked for."""
         channels = x.shape[1]
-        acc = _float64 if x.dtype is _float64 else torch.float32
-        sums_dy = x.new_empty(2 * channels, dtype=acc)
-        dweight = None if weight_dtype is None else x.new_empty(channels, dtype=weight_dtype)
-        dbias = None if bias_dtype is None else x.new_empty(channels, dtype=bias_dtype)
-        workspace = workspace_for(x) if x.is_cuda else None
-        self._op.backward_reduce(dy, x, moments, sums_dy, dweight, dbias, workspace)
+        sums_dy = _empty(x, 2 * channels, _acc_dtype(x))
+        dweight = None if weight_dtype is None else _empty(x, channels, weight_dtype)
+        dbias = None if bias_dtype is None else _empty(x, channels, bias_dtype)
+        self._op.backward_reduce(dy, x, moments, sums_dy, dweight, dbias, self._workspace(x))
         return sums_dy, dweight, dbias
 
     def backward_input(
@@ -94,6 +98,15 @@ class Ops:
         dx = torch.empty_like(x)
         self._op.backward_input(dy, x, weight, moments, sums_dy, dx)
         return dx
+
+
+def _acc_dtype(x: Tensor) -> torch.dtype:
+    return _float64 if x.dtype is _float64 else torch.float32
+
+
+def _empty(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """[size] on the device of ``x``. Naming a dtype costs the host a quarter more."""
+    return x.new_empty(size) if x.dtype is dtype else x.new_empty(size, dtype=dtype)
 
 
 KERNELS = Ops(_C)
@@ -146,11 +159,10 @@ def _fake_backward_reduce(
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     channels = x.shape[1]
-    acc = _float64 if x.dtype is _float64 else torch.float32
     return (
-        x.new_empty(2 * channels, dtype=acc),
-        None if weight_dtype is None else x.new_empty(channels, dtype=weight_dtype),
-        None if bias_dtype is None else x.new_empty(channels, dtype=bias_dtype),
+        _empty(x, 2 * channels, _acc_dtype(x)),
+        None if weight_dtype is None else _empty(x, channels, weight_dtype),
+        None if bias_dtype is None else _empty(x, channels, bias_dtype),
     )
 
 

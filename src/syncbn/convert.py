@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
 
 from . import modules
 from .sync import Exchange
@@ -69,7 +70,8 @@ def convert_model(module: _M, process_group: dist.ProcessGroup | Exchange | None
             found.append((m, type(m)))
         elif isinstance(m, _BatchNorm):
             if _has_stock_forward(m):
-                found.append((m, _synchronized(type(m))))
+                parametrized = parametrize.is_parametrized(m)
+                found.append((m, (_rebased if parametrized else _synchronized)(type(m))))
             else:
                 left_alone[type(m).__qualname__] = None
     # Nothing above changed anything: an error leaves the model as it was.
@@ -129,6 +131,15 @@ def _synchronized(cls: type[nn.Module]) -> type[modules.Synchronized]:
         _SYNCHRONIZED[cls] = type(cls.__name__, (base, cls), namespace)
         _STOCK[_SYNCHRONIZED[cls]] = cls
     return _SYNCHRONIZED[cls]
+
+
+def _rebased(cls: type[nn.Module]) -> type[modules.Synchronized]:
+    """The class of one parametrized module, with the synchronized class as its only base: the class
+    that ``remove_parametrizations`` gives back."""
+    members = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+    rebased = type(cls.__name__, (_synchronized(cls.__bases__[0]),), members)
+    _STOCK[rebased] = cls
+    return rebased
 
 
 def _reduce_converted(self: Any, protocol: int) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:

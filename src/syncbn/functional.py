@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from . import reference
 from ._ops import KERNELS, REFERENCE, with_layout_of
@@ -75,7 +76,7 @@ def batchnorm2d_sync(
     if not isinstance(x, Tensor):
         raise TypeError(f"batchnorm2d_sync: expected x to be a tensor, got {type(x).__name__}")
     plain = type(x).__torch_dispatch__ is _PLAIN_DISPATCH
-    if torch.compiler.is_compiling():
+    if is_compiling():
         ops: Any = torch.ops.syncbn
         check = reference.check
     else:
