@@ -21,6 +21,12 @@ struct Products {
     b = cpu::load(x + i, lanes) - pivots;
   }
 
+  template <int kLocality>
+  SYNCBN_INLINE void prefetch(int64_t i) const {
+    __builtin_prefetch(dy + i, 0, kLocality);
+    __builtin_prefetch(x + i, 0, kLocality);
+  }
+
   static SYNCBN_INLINE Pair part(double, double, double sum_a, double sum_ab) {
     return {sum_a, sum_ab};
   }

@@ -24,14 +24,16 @@ SYNCBN_INLINE void each_vector(int64_t cols, const Step& step) {
 }
 
 // Calls step(row, group) for groups of adjacent rows that are worked on together, so that what is
-// kept per column is loaded once for all: `group`, a constant, is kGroup or 1. Long rows go one by
-// one: several of them side by side keep the CPU's prefetching from following.
-template <class T, int kGroup, class Step>
+// kept per column is loaded once for all: `group`, a constant, is kShort, kLong or 1. The CPU's own
+// prefetching cannot follow several long rows side by side: kLong is 1, or step prefetches.
+template <class T, int kShort, int kLong, class Step>
 SYNCBN_INLINE void each_row_group(int64_t rows, int64_t cols, const Step& step) {
   constexpr int64_t kShortBytes = 256;
   int64_t row = 0;
   if (cols * int64_t{sizeof(T)} <= kShortBytes) {
-    for (; row + kGroup <= rows; row += kGroup) step(row, std::integral_constant<int, kGroup>{});
+    for (; row + kShort <= rows; row += kShort) step(row, std::integral_constant<int, kShort>{});
+  } else {
+    for (; row + kLong <= rows; row += kLong) step(row, std::integral_constant<int, kLong>{});
   }
   for (; row < rows; ++row) step(row, std::integral_constant<int, 1>{});
 }

@@ -55,7 +55,7 @@ SYNCBN_INLINE void map_column_block(const Op& op, const Block& block, int64_t ch
   for (int k = 0; k < Op::kParameters; ++k) {
     expand(block, inner, parameters + k * channels + block.channel, expanded[k]);
   }
-  each_row_group<typename Op::Storage, 2>(
+  each_row_group<typename Op::Storage, 2, 1>(
       block.rows, block.cols, [&](int64_t row, auto group) SYNCBN_INLINE_LAMBDA {
         map_rows<group>(op, block.offset + row * block.stride, block.cols, block.stride, expanded);
       });

@@ -5,6 +5,7 @@
 //     using Storage                         storage type of the tensors
 //     kRunningPivot                         whether the pivot is the mean so far, found on the way;
 //                                           if not, it is given as `const Acc* pivot;`, [C]
+//     prefetch<kLocality>(i)                fetches the cache lines at element i
 //     load(i, pivot, lanes, a, b)           vectors a and b at element i; summed are a and a * b
 //     first(i, lanes)                       values to pivot on before there is a mean
 //     part(n, pivot, sum_a, sum_ab)         the sums over n values as a Pair, which needs no pivot
@@ -107,6 +108,7 @@ SYNCBN_INLINE Pair reduce_plane_block(const Op& op, const Block& block) {
 
 constexpr int64_t kChunkRows = 128;
 constexpr int64_t kFirstChunkRows = 16;  // read twice
+constexpr int kManyRows = 8;             // long rows worked on together
 
 template <class A>
 struct ColumnSums {
@@ -117,11 +119,26 @@ struct ColumnSums {
   double b[kMaxColumns];
 };
 
+// While a vector of each of kRows rows is worked on: as much of the group of rows after them, in
+// the order of memory, and of the group after that, a step earlier into a cache further out.
+template <int kRows, class Op>
+SYNCBN_INLINE void prefetch_rows(const Op& op, int64_t next, int64_t group) {
+  using T = typename Op::Storage;
+  constexpr int kLine = 64 / sizeof(T);
+  for (int i = 0; i < kRows * kLanes<T>; i += kLine) {
+    op.template prefetch<2>(next + group + i);
+    op.template prefetch<3>(next + i);
+  }
+}
+
 template <int kRows, class Op, class A>
 SYNCBN_INLINE void add_rows(const Op& op, int64_t offset, int64_t cols, int64_t stride,
                             ColumnSums<A>& sums) {
   using T = typename Op::Storage;
   each_vector<T>(cols, [&](int64_t col, int skipped, auto lanes) SYNCBN_INLINE_LAMBDA {
+    if constexpr (kRows == kManyRows) {
+      prefetch_rows<kRows>(op, offset + kRows * stride + col * kRows, kRows * stride);
+    }
     const Vec<T> pivots = load(sums.pivot + col, AllLanes<T>{});
     Vec<T> sum_a = load(sums.sum_a + col, AllLanes<T>{});
     Vec<T> sum_ab = load(sums.sum_ab + col, AllLanes<T>{});
@@ -147,7 +164,7 @@ SYNCBN_INLINE void sum_columns(const Op& op, int64_t offset, int64_t rows, int64
   const int64_t used = std::max<int64_t>(cols, kLanes<T>);
   std::fill(sums.sum_a, sums.sum_a + used, A{0});
   std::fill(sums.sum_ab, sums.sum_ab + used, A{0});
-  each_row_group<T, 4>(rows, cols, [&](int64_t row, auto group) SYNCBN_INLINE_LAMBDA {
+  each_row_group<T, 4, kManyRows>(rows, cols, [&](int64_t row, auto group) SYNCBN_INLINE_LAMBDA {
     add_rows<group>(op, offset + row * stride, cols, stride, sums);
   });
 }

@@ -28,6 +28,11 @@ struct Deviations {
     return cpu::load(x + i, lanes);
   }
 
+  template <int kLocality>
+  SYNCBN_INLINE void prefetch(int64_t i) const {
+    __builtin_prefetch(x + i, 0, kLocality);
+  }
+
   static SYNCBN_INLINE Pair part(double n, double pivot, double sum, double sum_of_squares) {
     const double mean = sum * (1 / n);
     return {pivot + mean, sum_of_squares - sum * mean};
