@@ -1,0 +1,173 @@
+"""Real processes with a process group between them.
+
+    results = run_ranks(2, function, *args)
+
+calls ``function(*args)`` on every rank and returns what each returned. The function is sent by
+name, so it stands at the top level of a module in this folder; it asks ``torch.distributed`` which
+rank it is. Starting Python and importing PyTorch takes seconds, so two gloo ranks are kept and run
+one function after the other; they are replaced after a failure. Other world sizes and backends get
+processes of their own.
+"""
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing import connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+START_TIMEOUT = 90  # seconds until every rank has its process group
+GRACE = 5  # seconds that the other ranks have to answer once one has failed
+
+
+class RankError(AssertionError):
+    """A rank raised, died or did not answer."""
+
+
+def run_ranks(world_size, function, *args, timeout=60, backend="gloo"):
+    """What ``function(*args)`` returns on each of ``world_size`` ranks, in their order.
+
+    Raises ``RankError`` with the traceback of each rank that raised, and the names of those that
+    did not answer within ``timeout`` seconds. No process outlives a failure.
+    """
+    if (world_size, backend) == (2, "gloo"):
+        return _pool().run(function, args, timeout)
+    ranks = Ranks(world_size, backend)
+    try:
+        return ranks.run(function, args, timeout)
+    finally:
+        ranks.close()
+
+
+def close_pool():
+    """Ends the two ranks that are kept."""
+    for ranks in _kept:
+        ranks.close()
+    _kept.clear()
+
+
+_kept = []
+
+
+def _pool():
+    if not (_kept and _kept[0].alive):
+        close_pool()
+        _kept.append(Ranks(2, "gloo"))
+    return _kept[0]
+
+
+class Ranks:
+    """Processes that each have a process group and run what they are told."""
+
+    def __init__(self, world_size, backend):
+        self.folder = tempfile.TemporaryDirectory()  # the ranks meet at a file: no ports, no races
+        self.alive = True
+        self.processes, self.pipes = [], []
+        context = multiprocessing.get_context("spawn")
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(theirs, rank, world_size, backend, str(Path(self.folder.name) / "meet")),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(ours)
+        self._answers(START_TIMEOUT)
+
+    def run(self, function, args, timeout):
+        # Test modules have another name under pytest than here: tests.test_x and test_x.
+        module = function.__module__.rpartition(".")[2]
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):  # a rank that died is reported below
+                pipe.send_bytes(pickle.dumps((module, function.__qualname__, args)))
+        return self._answers(timeout)
+
+    def close(self):
+        """Ends every process, by its own handle."""
+        self.alive = False
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+        self.folder.cleanup()
+
+    def _answers(self, timeout):
+        """One answer per rank; anything but a result of each ends all ranks."""
+        results, errors = {}, {}
+        deadline = time.monotonic() + timeout
+        waiting = dict(enumerate(self.pipes))
+        while waiting and time.monotonic() < deadline:
+            ready = connection.wait(waiting.values(), deadline - time.monotonic())
+            for rank in [r for r, pipe in waiting.items() if pipe in ready]:
+                try:
+                    good, value = pickle.loads(waiting.pop(rank).recv_bytes())
+                except EOFError:
+                    self.processes[rank].join(GRACE)
+                    good, value = False, f"exit code {self.processes[rank].exitcode}\n"
+                (results if good else errors)[rank] = value
+                if not good:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        if errors or waiting:
+            self.close()
+            seconds = GRACE if errors else timeout  # that the ones below had
+            text = [f"rank {rank} failed:\n{error}" for rank, error in errors.items()]
+            text += [f"rank {rank} did not answer within {seconds} s" for rank in waiting]
+            raise RankError("\n".join(text))
+        return [results[rank] for rank in range(len(self.pipes))]
+
+
+def _serve(pipe, rank, world_size, backend, meeting_point):
+    """The life of a rank: meet the others, then run functions until the pipe closes."""
+    torch.set_num_threads(1)
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world_size)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{meeting_point}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=50),
+        )
+    except Exception:
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        return
+    pipe.send_bytes(pickle.dumps((True, None)))
+    with contextlib.suppress(EOFError):
+        while True:
+            module, name, args = pickle.loads(pipe.recv_bytes())
+            pipe.send_bytes(_answer(module, name, args))
+
+
+def _answer(module, name, args):
+    try:
+        torch.manual_seed(0)
+        function = getattr(importlib.import_module(module), name)
+        return pickle.dumps((True, _on_cpu(function(*args))))
+    except BaseException:
+        return pickle.dumps((False, traceback.format_exc()))
+
+
+def _on_cpu(value):
+    """Tensors, also inside lists, tuples and dictionaries, as plain CPU tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: _on_cpu(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on_cpu(item) for item in value)
+    return value

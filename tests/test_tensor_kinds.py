@@ -1,0 +1,125 @@
+"""Tensors that are no plain memory: they go through the dispatcher, or get a clear error."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import syncbn
+from helpers import assert_near, batch, vector
+from syncbn.functional import batchnorm2d_sync
+
+
+class Logging(torch.Tensor):
+    """A wrapper whose own memory is empty; the values are in ``inner``."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        def unwrap(t):
+            return t.inner if isinstance(t, cls) else t
+
+        tree = torch.utils._pytree
+        result = func(*tree.tree_map(unwrap, args), **tree.tree_map(unwrap, kwargs or {}))
+        return tree.tree_map(lambda t: cls(t) if isinstance(t, torch.Tensor) else t, result)
+
+
+class Named(torch.Tensor):
+    """A subclass that adds nothing to the dispatch."""
+
+
+def step(layer, x):
+    y = layer(x)
+    y.sum().backward()
+    return y
+
+
+def test_meta_tensors_keep_their_shapes():
+    layer = syncbn.BatchNorm2d(3, device="meta")
+    x = torch.zeros(4, 3, 5, 5, device="meta", requires_grad=True)
+    y = step(layer, x)
+    assert y.is_meta
+    assert y.shape == x.grad.shape == x.shape
+    assert layer.weight.grad.is_meta
+    assert layer.weight.grad.shape == (3,)
+
+
+@pytest.mark.parametrize("on", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fake_tensors(dtype, on):
+    """A fake CUDA tensor needs no GPU, but for autograd's own backward."""
+    with FakeTensorMode():
+        layer = syncbn.BatchNorm2d(3, dtype=dtype, device=on)
+        x = torch.zeros(4, 3, 5, 5, dtype=dtype, device=on).to(memory_format=torch.channels_last)
+        x.requires_grad_()
+        y = layer(x)
+        assert (y.shape, y.dtype, y.device.type) == (x.shape, dtype, on)
+        if on == "cpu" or torch.cuda.is_available():
+            y.sum().backward()
+            assert x.grad.shape == x.shape
+            assert layer.weight.grad.shape == (3,)
+
+
+def test_a_wrapper_goes_through_the_dispatcher():
+    x = batch((4, 3, 5, 5))
+    weight, bias = vector(3), vector(3, seed=1)
+    y = batchnorm2d_sync(Logging(x), weight, bias, None, None)
+    assert isinstance(y, Logging)
+    assert_near(y.inner, batchnorm2d_sync(x, weight, bias, None, None))
+
+
+def test_a_wrapper_among_the_vectors_is_refused_by_name():
+    x = batch((4, 3, 5, 5))
+    with pytest.raises(TypeError, match=r"weight to be a plain torch.Tensor, got .*Logging"):
+        batchnorm2d_sync(x, Logging(vector(3)), None, None, None)
+
+
+def test_a_wrapper_cannot_be_exchanged():
+    class Two(syncbn.sync.Exchange):
+        size = 2
+
+        def all_reduce(self, values):
+            raise AssertionError("an error is raised before any collective")
+
+    with pytest.raises(TypeError, match=r"plain torch.Tensor, got Logging"):
+        batchnorm2d_sync(Logging(batch((4, 3, 5, 5))), None, None, None, None, Two())
+
+
+def test_a_subclass_with_plain_memory(device):
+    x = batch((4, 3, 5, 5), device=device)
+    y = batchnorm2d_sync(x.as_subclass(Named), None, None, None, None)
+    assert_near(y, batchnorm2d_sync(x, None, None, None, None))
+
+
+def test_sparse_and_quantized_tensors_are_refused(device):
+    with pytest.raises((TypeError, ValueError, RuntimeError)):
+        batchnorm2d_sync(torch.eye(4, device=device).to_sparse(), None, None, None, None)
+    with pytest.raises((TypeError, ValueError, RuntimeError)):
+        batchnorm2d_sync(torch.eye(4).cfloat().to(device), None, None, None, None)
+
+
+def test_the_reference_runs_where_there_are_no_kernels(monkeypatch):
+    """What an MPS or XPU tensor meets, played on the CPU."""
+    x = batch((4, 3, 5, 5)).requires_grad_()
+    weight, bias = (vector(3, seed=i).requires_grad_() for i in range(2))
+    dy = batch(x.shape, seed=1)
+
+    def result():
+        running = torch.zeros(3).double(), torch.ones(3).double()
+        y = batchnorm2d_sync(x, weight, bias, *running)
+        return y, *torch.autograd.grad(y, (x, weight, bias), dy), *running
+
+    expected = result()
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    refused = AssertionError("the kernels must not be called")
+    for op in ("statistics", "normalize", "backward_reduce", "backward_input"):
+        monkeypatch.setattr(syncbn._C, op, lambda *a, **k: (_ for _ in ()).throw(refused))
+    for a, b in zip(result(), expected, strict=True):
+        assert_near(a, b, 10.0)
