@@ -1,0 +1,125 @@
+"""A training step of ResNet-50 with local BN, torch's SyncBatchNorm and syncbn.
+
+    python benchmarks/step.py [--json FILE] [--batches N ...]
+
+channels_last, bfloat16 autocast. Both synchronized layers communicate, through an NCCL group of one
+rank: two collectives per layer. Eager, and as a captured CUDA graph; milliseconds, medians; peak
+memory of the eager step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torchvision
+from gpu import TorchSync
+from torch import nn
+
+import syncbn
+from syncbn.sync import ProcessGroupExchange
+
+BATCHES = [4, 32, 128]
+
+
+def with_torch_sync(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if type(module) is nn.BatchNorm2d:
+            module.__class__ = TorchSync
+    return model
+
+
+def with_syncbn(model: nn.Module) -> nn.Module:
+    return syncbn.convert_model(model, ProcessGroupExchange(dist.group.WORLD))
+
+
+LAYERS = {"nn.BatchNorm2d": lambda m: m, "nn.SyncBatchNorm": with_torch_sync, "syncbn": with_syncbn}
+
+
+def make_step(convert: Callable[[nn.Module], nn.Module], batch: int) -> Callable[[], None]:
+    torch.manual_seed(0)
+    model = convert(torchvision.models.resnet50()).cuda().to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+    images = torch.randn(batch, 3, 224, 224, device="cuda")
+    images = images.to(memory_format=torch.channels_last)
+    labels = torch.randint(1000, (batch,), device="cuda")
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def milliseconds(step: Callable[[], object], count: int) -> float:
+    times = []
+    for _ in range(count):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1000
+
+
+def measure(convert: Callable[[nn.Module], nn.Module], batch: int) -> dict[str, float]:
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    step = make_step(convert, batch)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(4):
+            step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    eager = milliseconds(step, 15)
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    graph.replay()
+    return {"eager_ms": eager, "graph_ms": milliseconds(graph.replay, 15), "peak_mib": peak}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", default="step.json")
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    options = parser.parse_args()
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29513")
+    dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    torch.backends.cudnn.benchmark = True
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, ResNet-50")
+    print("batch  layer                eager ms   x   graph ms   x   peak MiB")
+    results = []
+    for batch in options.batches:
+        local: dict[str, float] = {}
+        for name, convert in LAYERS.items():
+            row = measure(convert, batch)
+            local = local or row
+            results.append({"batch": batch, "layer": name, **row})
+            print(
+                f"{batch:5}  {name:18} {row['eager_ms']:10.2f} "
+                f"{row['eager_ms'] / local['eager_ms']:5.2f} {row['graph_ms']:8.2f} "
+                f"{row['graph_ms'] / local['graph_ms']:5.2f} {row['peak_mib']:9.0f}",
+                flush=True,
+            )
+            torch.cuda.empty_cache()
+    with open(options.json, "w") as file:
+        json.dump(results, file, indent=1)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

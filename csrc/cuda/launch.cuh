@@ -1,0 +1,163 @@
+// What every launcher needs: device guard, error texts, template arguments from run-time facts, a
+// plan for the device.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <array>
+#include <initializer_list>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+#include "reduce.cuh"
+#include "workspace.h"
+
+namespace syncbn::cuda {
+
+inline void check(const char* op, cudaError_t error) {
+  if (error == cudaSuccess) return;
+  throw std::runtime_error(std::string(op) + ": CUDA error: " + cudaGetErrorString(error) + " (" +
+                           cudaGetErrorName(error) + ")");
+}
+
+// Makes a device current, and the one before current again at the end.
+class DeviceGuard {
+ public:
+  DeviceGuard(const char* op, int device) {
+    check(op, cudaGetDevice(&before_));
+    if (before_ == device) return;
+    check(op, cudaSetDevice(device));
+    changed_ = true;
+  }
+  ~DeviceGuard() {
+    if (changed_) cudaSetDevice(before_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+// What a launch depends on, asked once per device.
+struct Device {
+  uint32_t multiprocessors;
+  bool overlaps;     // a kernel may start while the one before it ends
+  int64_t l2_bytes;  // cache
+};
+
+inline Device ask_device(const char* op, int device) {
+  const auto attribute = [&](cudaDeviceAttr which) {
+    int value = 0;
+    check(op, cudaDeviceGetAttribute(&value, which, device));
+    return value;
+  };
+  int driver = 0;
+  check(op, cudaDriverGetVersion(&driver));
+  // Before 12.3, CUDA graphs could not hold overlapping launches.
+  const bool overlaps = attribute(cudaDevAttrComputeCapabilityMajor) >= 9 && driver >= 12030;
+  return {static_cast<uint32_t>(attribute(cudaDevAttrMultiProcessorCount)), overlaps,
+          attribute(cudaDevAttrL2CacheSize)};
+}
+
+inline Device device_facts(const char* op, int device) {
+  constexpr int kDevices = 64;
+  static std::array<Device, kDevices> known;
+  static std::array<std::once_flag, kDevices> asked;
+  if (device >= kDevices) return ask_device(op, device);
+  std::call_once(asked[device], [&] { known[device] = ask_device(op, device); });
+  return known[device];
+}
+
+// Launches a kernel that begins with wait_for_previous(). Where the device can, its blocks start,
+// and wait there, while the kernel before it in the stream still ends: about a microsecond less
+// each.
+template <typename... Parameters, typename... Arguments>
+void launch(const char* op, void (*kernel)(Parameters...), uint32_t blocks, uint32_t threads,
+            const Execution& where, Arguments&&... arguments) {
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.stream = static_cast<cudaStream_t>(where.stream);
+  config.attrs = &early;
+  config.numAttrs = device_facts(op, where.device).overlaps ? 1 : 0;
+  check(op, cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...));
+}
+
+// Calls launch(Access<...>{}, alignment) with the access that dtype, layout and the addresses of
+// all tensors [outer, C, inner] of the op allow.
+template <typename Launch>
+void with_access(DType dtype, const Layout& layout, std::initializer_list<const void*> tensors,
+                 Launch launch) {
+  const auto with_type = [&](auto zero) {
+    using T = decltype(zero);
+    constexpr uint32_t kPack = 16 / sizeof(T);
+    const auto address = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16; };
+    const uintptr_t first = address(*tensors.begin());
+    bool alike = first % sizeof(T) == 0;
+    for (const void* tensor : tensors) alike = alike && address(tensor) == first;
+    const Alignment alignment{static_cast<uint32_t>(alike ? first / sizeof(T) : 0), alike};
+    const bool inner = layout.inner > 1;
+    const bool whole = alike && first == 0 && (inner ? layout.inner : layout.channels) % kPack == 0;
+    if (inner && whole) launch(Access<T, true, true>{}, alignment);
+    if (inner && !whole) launch(Access<T, true, false>{}, alignment);
+    if (!inner && whole) launch(Access<T, false, true>{}, alignment);
+    if (!inner && !whole) launch(Access<T, false, false>{}, alignment);
+  };
+  switch (dtype) {
+    case DType::float32:
+      return with_type(float{});
+    case DType::float16:
+      return with_type(__half{});
+    case DType::bfloat16:
+      return with_type(__nv_bfloat16{});
+    case DType::float64:
+      return with_type(double{});
+  }
+}
+
+// The workspace of a reduction: first the counters, then the pairs.
+constexpr size_t kMostGroups = 4096;
+constexpr int64_t kMostPairs = (workspace_bytes() - kMostGroups * sizeof(uint32_t)) / sizeof(Pair);
+
+inline Partials partials_of(const char* op, const Workspace& workspace) {
+  if (workspace.bytes < workspace_bytes()) {
+    throw std::runtime_error(std::string(op) + ": expected a workspace of " +
+                             std::to_string(workspace_bytes()) + " bytes, got " +
+                             std::to_string(workspace.bytes));
+  }
+  auto* arrived = static_cast<uint32_t*>(workspace.data);
+  return {arrived, reinterpret_cast<Pair*>(arrived + kMostGroups)};
+}
+
+// `tensors`: how many the kernel reads.
+template <typename A>
+Plan reduction_plan(const char* op, const Layout& layout, const Alignment& alignment, int tensors,
+                    int device) {
+  const Device facts = device_facts(op, device);
+  const uint32_t slots = A::kBlocksPerSM * facts.multiprocessors;
+  Plan plan = make_plan<A>(layout, alignment, {op, A::kReduceWidth, slots, 2, 0, kMostPairs});
+  // The next pass begins at the end of the tensors. Half of the L2 cache is kept for that end, by
+  // reading what comes before so that it leaves the cache first; one block reads that as early as
+  // another where all run at once.
+  const double bytes = static_cast<double>(tensors) * layout.size() * sizeof(typename A::T);
+  const double kept = facts.l2_bytes / 2 / bytes;
+  if (kept < 1 && plan.blocks() <= slots) {
+    plan.once = static_cast<uint32_t>((1 - kept) * plan.per_split);
+  }
+  return plan;
+}
+
+template <typename A>
+Plan elementwise_plan(const char* op, const Layout& layout, const Alignment& alignment,
+                      int device) {
+  const uint32_t slots = A::kBlocksPerSM * device_facts(op, device).multiprocessors;
+  return make_plan<A>(layout, alignment, {op, A::kMapWidth, slots, 6, 1, 0});
+}
+
+}  // namespace syncbn::cuda
