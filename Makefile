@@ -1,0 +1,79 @@
+# Everything runs in .venv, which the first target that needs it makes.
+#
+#   make demo     train on real images in two processes; table and demo.png
+#   make test     the test suite against the installed wheel
+#   make lint     ruff, mypy, clang-format
+#   make bench    CPU kernels, host time and import time against PyTorch's
+#   make gpu-test build, tests and sanitizers on a machine with a GPU, in its own Python
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+SOURCES := setup.py pyproject.toml MANIFEST.in README.md LICENSE \
+  $(shell find csrc src/syncbn -type f -not -name '*.pyc' -not -name '*.so')
+CXX_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
+
+# Stamps of what has been installed into the environment. $(call group,test) installs a dependency group of pyproject.toml.
+READY := $(VENV)/.ready
+INSTALLED := $(VENV)/.installed
+group = $(BIN)/pip install -q --group $(1)
+
+.PHONY: demo test lint format bench wheel sdist gpu-test clean
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade 'pip>=25.1'
+	$(call group,test)
+	$(BIN)/pip install -q 'torch>=2.10' ninja
+	touch $@
+
+# The wheel is built in the environment that it is installed into, against its PyTorch.
+$(INSTALLED): $(READY) $(SOURCES)
+	rm -rf build dist
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist . > $(VENV)/build.log 2>&1 \
+	  || { cat $(VENV)/build.log; exit 1; }
+	grep -m1 '^syncbn:' $(VENV)/build.log
+	$(BIN)/pip install -q --force-reinstall --no-deps dist/syncbn-*.whl
+	touch $@
+
+$(VENV)/.demo: $(INSTALLED)
+	$(call group,demo)
+	touch $@
+
+$(VENV)/.lint: $(READY)
+	$(call group,lint)
+	touch $@
+
+demo: $(VENV)/.demo
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train.py --output demo.png
+
+test: $(INSTALLED)
+	SYNCBN_WHEEL="$$(ls dist/syncbn-*.whl)" $(BIN)/python -m pytest
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_SOURCES)
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/cpu.py
+	$(BIN)/python benchmarks/host.py
+	$(BIN)/python benchmarks/import_time.py
+
+gpu-test:
+	bash tests/gpu.sh
+
+wheel: $(INSTALLED)
+	@ls dist/syncbn-*.whl
+
+sdist: $(READY)
+	$(BIN)/python -m build --sdist --no-isolation --outdir dist .
+
+clean:
+	rm -rf build dist $(VENV) src/*.egg-info

@@ -1,0 +1,28 @@
+"""One way to time, for all benchmarks on the host's clock."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+
+def alternate(
+    candidates: list[Callable[[], object]], seconds: float = 3.0, warm_up: int = 5
+) -> list[float]:
+    """Median time of each candidate in microseconds.
+
+    The candidates take turns, call by call, for ``seconds`` in all, so that whatever else the
+    machine does meets all of them alike.
+    """
+    for _ in range(warm_up):
+        for candidate in candidates:
+            candidate()
+    times: list[list[float]] = [[] for _ in candidates]
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for candidate, mine in zip(candidates, times, strict=True):
+            start = time.perf_counter()
+            candidate()
+            mine.append(time.perf_counter() - start)
+    return [statistics.median(mine) * 1e6 for mine in times]
