@@ -8,12 +8,13 @@ from collections.abc import Callable
 
 
 def alternate(
-    candidates: list[Callable[[], object]], seconds: float = 3.0, warm_up: int = 5
+    candidates: list[Callable[[], object]], seconds: float = 3.0, warm_up: int = 5, turn: int = 10
 ) -> list[float]:
     """Median time of each candidate in microseconds.
 
-    The candidates take turns, call by call, for ``seconds`` in all, so that whatever else the
-    machine does meets all of them alike.
+    The candidates take turns for ``seconds`` in all, so that whatever else the machine does meets
+    all of them alike; a turn is several calls, so that each runs in the caches and the heap that it
+    leaves itself.
     """
     for _ in range(warm_up):
         for candidate in candidates:
@@ -22,7 +23,8 @@ def alternate(
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         for candidate, mine in zip(candidates, times, strict=True):
-            start = time.perf_counter()
-            candidate()
-            mine.append(time.perf_counter() - start)
+            for _ in range(turn):
+                start = time.perf_counter()
+                candidate()
+                mine.append(time.perf_counter() - start)
     return [statistics.median(mine) * 1e6 for mine in times]
