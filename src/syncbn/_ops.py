@@ -61,7 +61,7 @@ class Ops:
             # Inside a backward pass: a recomputation (checkpointing), whose batch has been counted.
             running_mean = running_var = num_batches_tracked = None
         y = empty_like(x)
-        moments = sums if sums.is_cpu else empty_like(sums)
+        moments = sums if x.is_cpu else empty_like(sums)
         self._op.normalize(
             x,
             weight,
@@ -166,8 +166,8 @@ class _Kernels(Ops):
         """dx, dweight and dbias, as far as ``needs`` says; and None."""
         need_dx, need_dweight, need_dbias, _ = needs
         dx = empty_like(x) if need_dx else None
-        dweight = empty_like(weight) if need_dweight else None
-        dbias = empty_like(bias) if need_dbias else None
+        dweight = empty_like(weight) if need_dweight else None  # type: ignore[arg-type]
+        dbias = empty_like(bias) if need_dbias else None  # type: ignore[arg-type]
         sums_dy = workspace = None
         if x.is_cuda:
             sums_dy, workspace = _sums_dy(x), workspace_for(x)

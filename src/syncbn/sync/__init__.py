@@ -8,14 +8,7 @@ from .exchange import Exchange
 from .local import LOCAL, Local
 from .process_group import ProcessGroupExchange, create_process_group
 
-__all__ = [
-    "LOCAL",
-    "Exchange",
-    "Local",
-    "ProcessGroupExchange",
-    "create_process_group",
-    "exchange_for",
-]
+__all__ = ["Exchange", "Local", "ProcessGroupExchange", "create_process_group", "exchange_for"]
 
 _AVAILABLE = dist.is_available()
 
