@@ -7,7 +7,6 @@ import pickle
 
 import pytest
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import syncbn

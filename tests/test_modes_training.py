@@ -1,7 +1,5 @@
 """Ways to train on two ranks: wrappers, mixed precision, accumulation, penalties, checkpoints."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import syncbn
 from compiled import assert_same_training, network, train
-from distributed import RankError, run_ranks
+from distributed import run_ranks
 from helpers import assert_near, assert_same_bits, batch
 
 
@@ -164,17 +162,33 @@ def test_two_forwards_before_one_backward(broadcast_buffers):
             assert_near(buffers[name].float(), value.double(), 10.0, message=name)
 
 
-def _join():
-    """Rank 1 has one batch more."""
+def _join(**options):
+    """Rank 1 has one batch more. Returns the error."""
     ddp = DistributedDataParallel(network())
-    with ddp.join():
-        for x in batches(*[4] * (1 + dist.get_rank())):
-            loss_of(ddp(x)).backward()
+    steps = 0
+    try:
+        with ddp.join(**options):
+            for x in batches(*[4] * (1 + dist.get_rank())):
+                loss_of(ddp(x)).backward()
+                steps += 1
+    except RuntimeError as error:
+        return steps, str(error)
 
 
-def test_join_is_an_error():
-    with pytest.raises(RankError, match="join"):
-        run_ranks(2, _join)
+def test_join_is_an_error_on_every_rank():
+    for steps, error in run_ranks(2, _join):
+        assert steps == 0
+        assert "throw_on_early_termination" in error
+
+
+def _join_that_throws():
+    return _join(throw_on_early_termination=True)
+
+
+def test_join_that_throws_ends_every_rank():
+    for steps, error in run_ranks(2, _join_that_throws):
+        assert steps == 1
+        assert "exhausted" in error
 
 
 # ---- mixed precision
