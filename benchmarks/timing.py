@@ -8,19 +8,24 @@ from collections.abc import Callable
 
 
 def alternate(
-    candidates: list[Callable[[], object]], seconds: float = 3.0, warm_up: int = 5
+    candidates: list[Callable[[], object]],
+    seconds: float = 3.0,
+    warm_up: int = 5,
+    repeats: int | None = None,
 ) -> list[float]:
     """Median time of each candidate in microseconds.
 
     The candidates take turns, call by call, for ``seconds`` in all, so that whatever else the
-    machine does meets all of them alike.
+    machine does meets all of them alike. Or for ``repeats`` turns, where ranks have to agree.
     """
     for _ in range(warm_up):
         for candidate in candidates:
             candidate()
     times: list[list[float]] = [[] for _ in candidates]
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
+    turns = 0
+    while time.perf_counter() < end if repeats is None else turns < repeats:
+        turns += 1
         for candidate, mine in zip(candidates, times, strict=True):
             start = time.perf_counter()
             candidate()
