@@ -199,6 +199,11 @@ def with_layout_of(x: Tensor, dy: Tensor) -> Tensor:
 class _Dispatched(Ops):
     """``KERNELS`` for a compiler, which hands over tensors of any strides."""
 
+    def _workspace(self, x: Tensor) -> Tensor:
+        # One of its own: torch.compile(mode="reduce-overhead") warms up in the memory of its CUDA
+        # graphs, where nothing may be kept that is not an output.
+        return torch.zeros(_C.WORKSPACE_BYTES, dtype=torch.uint8, device=x.device)
+
     def statistics(self, x: Tensor) -> Tensor:
         return super().statistics(_dense(x))
 

@@ -14,8 +14,7 @@ from torch.compiler import is_compiling
 
 from . import reference
 from ._ops import KERNELS, REFERENCE, same_layout
-from .sync import Exchange, exchange_for
-from .sync.local import LOCAL
+from .sync import Exchange, Local, exchange_for
 
 __all__ = ["batchnorm2d_sync"]
 
@@ -128,7 +127,7 @@ class _BatchNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, call: tuple[Any, ...]
     ) -> Any:
         ops, exchange, running_mean, running_var, num_batches_tracked, momentum, eps = call
-        if exchange is LOCAL and ops is KERNELS:
+        if ops is KERNELS and type(exchange) is Local:
             y, moments = KERNELS.forward(
                 x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps
             )
@@ -158,7 +157,7 @@ class _BatchNorm(torch.autograd.Function):
         if ops is KERNELS:
             if not same_layout(dy, x):
                 dy = torch.empty_like(x).copy_(dy)
-            if exchange is LOCAL:
+            if type(exchange) is Local:
                 return KERNELS.backward(dy, x, weight, bias, moments, needs)
         need_dx, need_dweight, need_dbias, _ = needs
         sums_dy, dweight, dbias = ops.backward_reduce(
