@@ -15,6 +15,7 @@ import syncbn
 from compiled import Graphs, network
 from helpers import DTYPES, LAYOUTS, assert_near, batch, vector
 from syncbn.functional import batchnorm2d_sync
+from syncbn.sync import Exchange
 
 OPS = torch.ops.syncbn
 
@@ -114,6 +115,20 @@ def test_one_call_of_each_op_and_no_collective_on_one_rank():
     ]:
         assert graphs.count(graphs.forward, text) == [forward]
         assert graphs.count(graphs.backward, text) == [backward]
+
+
+class Doubling(Exchange):
+    """Two participants with the same batch."""
+
+    size = 2
+
+    def all_reduce(self, values):
+        return values * 2
+
+
+def test_an_exchange_of_ones_own():
+    model = syncbn.convert_model(network(), Doubling())
+    compiled.compare(model, batches(4, 4), "aot_eager")
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
