@@ -39,8 +39,6 @@ def test_inductor_equals_eager(device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_autocast(dtype, device):
-    if device.type == "cpu" and dtype == torch.float16:
-        dtype = torch.bfloat16  # the CPU's convolution knows no other
     compiled.compare(
         network().to(device), batches(4, 4, device=device), "aot_eager", autocast=dtype
     )
