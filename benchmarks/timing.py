@@ -8,20 +8,26 @@ from collections.abc import Callable
 
 
 def alternate(
-    candidates: list[Callable[[], object]], seconds: float = 3.0, warm_up: int = 5, turn: int = 10
+    candidates: list[Callable[[], object]],
+    seconds: float = 3.0,
+    warm_up: int = 5,
+    turn: int = 10,
+    turns: int | None = None,
 ) -> list[float]:
     """Median time of each candidate in microseconds.
 
     The candidates take turns for ``seconds`` in all, so that whatever else the machine does meets
     all of them alike; a turn is several calls, so that each runs in the caches and the heap that it
-    leaves itself.
+    leaves itself. Or for ``turns`` turns, where ranks have to agree.
     """
     for _ in range(warm_up):
         for candidate in candidates:
             candidate()
     times: list[list[float]] = [[] for _ in candidates]
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
+    taken = 0
+    while time.perf_counter() < end if turns is None else taken < turns:
+        taken += 1
         for candidate, mine in zip(candidates, times, strict=True):
             for _ in range(turn):
                 start = time.perf_counter()

@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 
+#include "cpu/scratch.h"
 #include "ops.h"
 #include "tensor.h"
 #ifdef SYNCBN_WITH_CUDA
@@ -68,6 +69,10 @@ std::optional<DType> floating(const DLDataType& t) {
   if (t.code == kDLBfloat && t.bits == 16) return DType::bfloat16;
   if (t.code == kDLFloat && t.bits == 64) return DType::float64;
   return std::nullopt;
+}
+
+DLDataType accumulator(DType dtype) {
+  return {kDLFloat, static_cast<uint8_t>(dtype == DType::float64 ? 64 : 32), 1};
 }
 
 struct Running {
@@ -142,8 +147,7 @@ class Arguments {
 
   // [2C] in the accumulation type.
   void* accumulators(const char* name, const Tensor& t) const {
-    const uint8_t bits = dtype_ == DType::float64 ? 64 : 32;
-    return contiguous(name, t, 2 * layout_.channels, {kDLFloat, bits, 1});
+    return contiguous(name, t, 2 * layout_.channels, accumulator(dtype_));
   }
 
   bool dense() const { return dense_; }
@@ -360,6 +364,34 @@ void backward_input(const Tensor& dy, const Tensor& x, const Tensor& weight, con
   SYNCBN_RUN(backward_input, x, op);
 }
 
+// ---- both ops of one direction, for a participant that is alone: nothing happens between them
+
+void forward(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& sums,
+             const Tensor& running_mean, const Tensor& running_var,
+             const Tensor& num_batches_tracked, const Tensor& y, const Tensor& moments,
+             std::optional<double> momentum, double eps, const Tensor& workspace) {
+  statistics(x, sums, workspace);
+  normalize(x, weight, bias, sums, running_mean, running_var, num_batches_tracked, y, moments,
+            momentum, eps);
+}
+
+void backward(const Tensor& dy, const Tensor& x, const Tensor& weight, const Tensor& moments,
+              const Tensor& sums_dy, const Tensor& dweight, const Tensor& dbias, const Tensor& dx,
+              const Tensor& workspace) {
+  if (!sums_dy.defined && x.is_cpu()) {
+    // The CPU is done with them when this returns.
+    const Arguments checked("backward", "x", x);
+    int64_t size = 2 * checked.layout().channels, stride = 1;
+    cpu::Scratch<double> memory(size);
+    Tensor scratch;
+    scratch.defined = true;
+    scratch.dl = {memory.data(), x.dl.device, 1, accumulator(checked.dtype()), &size, &stride, 0};
+    return backward(dy, x, weight, moments, scratch, dweight, dbias, dx, workspace);
+  }
+  backward_reduce(dy, x, moments, sums_dy, dweight, dbias, workspace);
+  if (dx.defined) backward_input(dy, x, weight, moments, sums_dy, dx);
+}
+
 bool check(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& running_mean,
            const Tensor& running_var, const Tensor& num_batches_tracked,
            std::optional<double> momentum) {
@@ -433,6 +465,14 @@ PYBIND11_MODULE(_C, m) {
       "sums_dy = [sum of dy | sum of dy * xhat] per channel; dweight and dbias are the same sums.");
   m.def("backward_input", &backward_input, py::arg("dy"), py::arg("x"), py::arg("weight"),
         py::arg("moments"), py::arg("sums_dy"), py::arg("dx"), "dx, from reduced sums_dy.");
+  m.def("forward", &forward, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("sums"),
+        py::arg("running_mean"), py::arg("running_var"), py::arg("num_batches_tracked"),
+        py::arg("y"), py::arg("moments"), py::arg("momentum"), py::arg("eps"),
+        py::arg("workspace") = py::none(), "statistics and normalize.");
+  m.def("backward", &backward, py::arg("dy"), py::arg("x"), py::arg("weight"), py::arg("moments"),
+        py::arg("sums_dy"), py::arg("dweight"), py::arg("dbias"), py::arg("dx"),
+        py::arg("workspace") = py::none(),
+        "backward_reduce and, if there is a dx, backward_input. On the CPU sums_dy may be None.");
   m.def("check", &check, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("running_mean"),
         py::arg("running_var"), py::arg("num_batches_tracked"), py::arg("momentum"),
         "Raises what the four ops would raise for these arguments. Returns whether x, weight and "

@@ -36,6 +36,31 @@ def backward_reduce(
 def backward_input(
     dy: Tensor, x: Tensor, weight: Tensor | None, moments: Tensor, sums_dy: Tensor, dx: Tensor
 ) -> None: ...
+def forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    sums: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    y: Tensor,
+    moments: Tensor,
+    momentum: float | None,
+    eps: float,
+    workspace: Tensor | None = None,
+) -> None: ...
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    moments: Tensor,
+    sums_dy: Tensor | None,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    dx: Tensor | None,
+    workspace: Tensor | None = None,
+) -> None: ...
 
 WORKSPACE_BYTES: int
 

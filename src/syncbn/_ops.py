@@ -8,14 +8,20 @@ Three sets of the same four functions, of which a call picks one: ``KERNELS`` go
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, empty_like
 
 from . import _C, reference
 from ._workspace import workspace_for
 
 _float64 = torch.float64
+_ACCUMULATES = frozenset({torch.float32, torch.float64})  # in itself; the others in float32
+# Every look-up in a module costs the host.
+_current_graph_task_id = torch._C._current_graph_task_id
+_increment_version = torch._C._increment_version
+same_layout = _C.same_layout
 
 
 class Ops:
@@ -26,13 +32,12 @@ class Ops:
         self.check = implementation.check
 
     def _workspace(self, x: Tensor) -> Tensor | None:
-        return workspace_for(x) if x.is_cuda and self._op is _C else None
+        return workspace_for(x)
 
     def statistics(self, x: Tensor) -> Tensor:
         """Sums [2C + 1] float64 of ``x`` [N, C, ...]: [sum of x | sum of x^2 | n]."""
-        device = reference.sums_device(x) if self._op is reference else x.device
-        sums = torch.empty(2 * x.shape[1] + 1, dtype=_float64, device=device)
-        self._op.statistics(x, sums, self._workspace(x))
+        sums = x.new_empty(2 * x.shape[1] + 1, dtype=_float64)
+        self._op.statistics(x, sums, self._workspace(x) if x.is_cuda else None)
         return sums
 
     def normalize(
@@ -47,12 +52,16 @@ class Ops:
         momentum: float | None,
         eps: float,
     ) -> tuple[Tensor, Tensor]:
-        """``y`` and moments [2C + 1] float64: [mean | invstd | n]. Moves the running statistics."""
-        if torch._C._current_graph_task_id() != -1:
+        """``y`` and moments [2C + 1] float64: [mean | invstd | n]. Moves the running statistics.
+
+        On the CPU the moments take the place of the sums: there, whoever writes those of a channel
+        has read its sums before.
+        """
+        if _current_graph_task_id() != -1:
             # Inside a backward pass: a recomputation (checkpointing), whose batch has been counted.
             running_mean = running_var = num_batches_tracked = None
-        y = torch.empty_like(x)
-        moments = torch.empty_like(sums)
+        y = empty_like(x)
+        moments = sums if x.is_cpu else empty_like(sums)
         self._op.normalize(
             x,
             weight,
@@ -67,80 +76,170 @@ class Ops:
             eps,
         )
         if running_mean is not None:
-            # The writes, made known to autograd: an earlier forward in eval may have saved these.
-            torch._C._increment_version(
-                (running_mean, running_var)  # type: ignore[arg-type]
-                if num_batches_tracked is None
-                else (running_mean, running_var, num_batches_tracked)
-            )
+            _written(running_mean, running_var, num_batches_tracked)
         return y, moments
 
     def backward_reduce(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        moments: Tensor,
-        weight_dtype: torch.dtype | None,
-        bias_dtype: torch.dtype | None,
+        self, dy: Tensor, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Sums [2C]: [sum of dy | sum of dy * xhat]; and dweight and dbias [C], if asked for."""
-        channels = x.shape[1]
-        sums_dy = _empty(x, 2 * channels, _acc_dtype(x))
-        dweight = None if weight_dtype is None else _empty(x, channels, weight_dtype)
-        dbias = None if bias_dtype is None else _empty(x, channels, bias_dtype)
-        self._op.backward_reduce(dy, x, moments, sums_dy, dweight, dbias, self._workspace(x))
+        """Sums [2C]: [sum of dy | sum of dy * xhat]; and gradients like ``weight`` and ``bias``."""
+        sums_dy = _sums_dy(x)
+        dweight = None if weight is None else empty_like(weight)
+        dbias = None if bias is None else empty_like(bias)
+        self._op.backward_reduce(
+            dy, x, moments, sums_dy, dweight, dbias, self._workspace(x) if x.is_cuda else None
+        )
         return sums_dy, dweight, dbias
 
     def backward_input(
         self, dy: Tensor, x: Tensor, weight: Tensor | None, moments: Tensor, sums_dy: Tensor
     ) -> Tensor:
         """dx [N, C, ...], from the reduced sums."""
-        dx = torch.empty_like(x)
+        dx = empty_like(x)
         self._op.backward_input(dy, x, weight, moments, sums_dy, dx)
         return dx
 
 
-def _acc_dtype(x: Tensor) -> torch.dtype:
-    return _float64 if x.dtype is _float64 else torch.float32
+def _written(mean: Tensor, var: Tensor | None, batches: Tensor | None) -> None:
+    """Makes writes known to autograd: an earlier forward in eval may have saved the statistics."""
+    _increment_version((mean, var) if batches is None else (mean, var, batches))  # type: ignore[arg-type]
 
 
-def _empty(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """[size] on the device of ``x``. Naming a dtype costs the host a quarter more."""
-    return x.new_empty(size) if x.dtype is dtype else x.new_empty(size, dtype=dtype)
+def _sums_dy(x: Tensor) -> Tensor:
+    """Memory for [2C] in the accumulation type of ``x``. Naming a dtype costs the host a quarter
+    more."""
+    size = 2 * x.shape[1]
+    if x.dtype in _ACCUMULATES:
+        return x.new_empty(size)
+    return x.new_empty(size, dtype=torch.float32)
 
 
-KERNELS = Ops(_C)
-REFERENCE = Ops(reference)
+class _Kernels(Ops):
+    """The ops over ``_C``, and both ops of a direction at once for a participant that is alone."""
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        num_batches_tracked: Tensor | None,
+        momentum: float | None,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        """``normalize(x, ..., sums=statistics(x), ...)``."""
+        if _current_graph_task_id() != -1:
+            running_mean = running_var = num_batches_tracked = None
+        moments = sums = x.new_empty(2 * x.shape[1] + 1, dtype=_float64)
+        workspace = None
+        if x.is_cuda:
+            moments, workspace = empty_like(sums), workspace_for(x)
+        y = empty_like(x)
+        _C.forward(
+            x,
+            weight,
+            bias,
+            sums,
+            running_mean,
+            running_var,
+            num_batches_tracked,
+            y,
+            moments,
+            momentum,
+            eps,
+            workspace,
+        )
+        if running_mean is not None:
+            _written(running_mean, running_var, num_batches_tracked)
+        return y, moments
+
+    def backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        moments: Tensor,
+        needs: tuple[bool, ...],
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        """dx, dweight and dbias, as far as ``needs`` says; and None."""
+        need_dx, need_dweight, need_dbias, _ = needs
+        dx = empty_like(x) if need_dx else None
+        dweight = empty_like(weight) if need_dweight else None  # type: ignore[arg-type]
+        dbias = empty_like(bias) if need_dbias else None  # type: ignore[arg-type]
+        sums_dy = workspace = None
+        if x.is_cuda:
+            sums_dy, workspace = _sums_dy(x), workspace_for(x)
+        _C.backward(dy, x, weight, moments, sums_dy, dweight, dbias, dx, workspace)
+        return dx, dweight, dbias, None
+
+
+class _Reference(Ops):
+    """The ops over tensors that the kernels cannot read: no workspace, sums where float64 is."""
+
+    def statistics(self, x: Tensor) -> Tensor:
+        sums = torch.empty(2 * x.shape[1] + 1, dtype=_float64, device=reference.sums_device(x))
+        reference.statistics(x, sums)
+        return sums
+
+    def _workspace(self, x: Tensor) -> None:
+        return None
+
+
+KERNELS = _Kernels(_C)
+REFERENCE = _Reference(reference)
 
 
 def with_layout_of(x: Tensor, dy: Tensor) -> Tensor:
     """``dy``, copied if its elements do not lie where those of ``x`` do."""
-    return dy if _C.same_layout(dy, x) else torch.empty_like(x).copy_(dy)
+    return dy if same_layout(dy, x) else empty_like(x).copy_(dy)
 
 
 class _Dispatched(Ops):
     """``KERNELS`` for a compiler, which hands over tensors of any strides."""
 
+    def _workspace(self, x: Tensor) -> Tensor:
+        # One of its own: torch.compile(mode="reduce-overhead") warms up in the memory of its CUDA
+        # graphs, where nothing may be kept that is not an output.
+        return torch.zeros(_C.WORKSPACE_BYTES, dtype=torch.uint8, device=x.device)
+
     def statistics(self, x: Tensor) -> Tensor:
         return super().statistics(_dense(x))
 
-    def normalize(self, x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-        return super().normalize(_dense(x), *rest)  # type: ignore[arg-type]
+    def normalize(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        sums: Tensor,
+        *rest: Any,
+    ) -> tuple[Tensor, Tensor]:
+        sums = sums.clone() if sums.is_cpu else sums  # no op returns its argument
+        return super().normalize(_dense(x), _contiguous(weight), _contiguous(bias), sums, *rest)
 
     def backward_reduce(
-        self, dy: Tensor, x: Tensor, *rest: object
+        self, dy: Tensor, x: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         x = _dense(x)
-        return super().backward_reduce(with_layout_of(x, dy), x, *rest)  # type: ignore[arg-type]
+        return super().backward_reduce(with_layout_of(x, dy), x, *rest)
 
-    def backward_input(self, dy: Tensor, x: Tensor, *rest: object) -> Tensor:
+    def backward_input(
+        self, dy: Tensor, x: Tensor, weight: Tensor | None, moments: Tensor, sums_dy: Tensor
+    ) -> Tensor:
         x = _dense(x)
-        return super().backward_input(with_layout_of(x, dy), x, *rest)  # type: ignore[arg-type]
+        return super().backward_input(
+            with_layout_of(x, dy), x, _contiguous(weight), moments, sums_dy
+        )
 
 
 def _dense(x: Tensor) -> Tensor:
     dense = _C.check(x, None, None, None, None, None, 0.0)
-    return x if dense else torch.empty_like(x).copy_(x)
+    return x if dense else empty_like(x).copy_(x)
+
+
+def _contiguous(v: Tensor | None) -> Tensor | None:
+    return None if v is None else v.contiguous()
 
 
 def _fake_statistics(x: Tensor) -> Tensor:
@@ -148,26 +247,21 @@ def _fake_statistics(x: Tensor) -> Tensor:
 
 
 def _fake_normalize(x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(2 * x.shape[1] + 1, dtype=_float64)
+    return empty_like(x), x.new_empty(2 * x.shape[1] + 1, dtype=_float64)
 
 
 def _fake_backward_reduce(
-    dy: Tensor,
-    x: Tensor,
-    moments: Tensor,
-    weight_dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
+    dy: Tensor, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    channels = x.shape[1]
     return (
-        _empty(x, 2 * channels, _acc_dtype(x)),
-        None if weight_dtype is None else _empty(x, channels, weight_dtype),
-        None if bias_dtype is None else _empty(x, channels, bias_dtype),
+        _sums_dy(x),
+        None if weight is None else empty_like(weight),
+        None if bias is None else empty_like(bias),
     )
 
 
 def _fake_backward_input(dy: Tensor, x: Tensor, *rest: object) -> Tensor:
-    return torch.empty_like(x)
+    return empty_like(x)
 
 
 _SCHEMAS = {
@@ -178,7 +272,7 @@ _SCHEMAS = {
         "-> (Tensor, Tensor)"
     ),
     "backward_reduce": (
-        "(Tensor dy, Tensor x, Tensor moments, ScalarType? weight_dtype, ScalarType? bias_dtype) "
+        "(Tensor dy, Tensor x, Tensor moments, Tensor? weight, Tensor? bias) "
         "-> (Tensor, Tensor?, Tensor?)"
     ),
     "backward_input": (

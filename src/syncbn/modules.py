@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .functional import batchnorm2d_sync
@@ -55,6 +56,10 @@ class Synchronized(_BatchNorm):
             self.process_group = process_group
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, Proxy):
+            # torch.fx.symbolic_trace: a leaf of the graph, as PyTorch's own layers are.
+            path = x.tracer.path_of_module(self)
+            return x.tracer.create_proxy("call_module", path, (x,), {})
         self._check_input_dim(x)
         if self.frozen:
             if self.running_mean is None:
@@ -98,6 +103,12 @@ class Synchronized(_BatchNorm):
         if self.frozen:
             text += ", frozen=True"
         return text
+
+    def __prepare_scriptable__(self) -> Synchronized:
+        raise RuntimeError(
+            "torch.jit.script: expected no synchronized BatchNorm, got one; script "
+            "syncbn.revert_model(copy.deepcopy(model).eval())"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Synchronized:
         # A process group cannot be copied: the copy belongs to the same one.

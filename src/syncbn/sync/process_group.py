@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from .exchange import Exchange
 
@@ -27,6 +28,9 @@ class ProcessGroupExchange(Exchange):
 
             summed: Tensor = funcol.all_reduce(values, "sum", self.group)
             return summed
+        ddp = DistributedDataParallel._active_ddp_module
+        if ddp is not None and ddp._join_config.enable:
+            _refuse_join(ddp._join_config.throw_on_early_termination)
         # The group's own method: dist.all_reduce adds 10 us of checks that hold here by
         # construction. wait() orders the current stream after NCCL's; for gloo it blocks until the
         # sum is there.
@@ -43,6 +47,16 @@ class ProcessGroupExchange(Exchange):
     def __repr__(self) -> str:
         ranks = dist.get_process_group_ranks(self.group)
         return f"process group {self.group.group_name!r} of ranks {ranks}"
+
+
+def _refuse_join(throws: bool) -> None:
+    """A rank that has run out of batches takes part in DDP's collectives there, not in others."""
+    if not throws:
+        raise RuntimeError(
+            "DistributedDataParallel.join: expected throw_on_early_termination=True around "
+            "synchronized batch norm, got False; or give a rank that has run out of batches empty "
+            "ones"
+        )
 
 
 def create_process_group(group_size: int) -> dist.ProcessGroup:

@@ -1,0 +1,138 @@
+"""torch.compile with fullgraph=True on two ranks: one collective each way, equal to eager."""
+
+import copy
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import compiled
+from compiled import Graphs, network
+from distributed import Ranks, run_ranks
+from helpers import batch
+
+
+def batches(*sizes):
+    """Of other sizes and values on each rank."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return [batch((n + rank, 3, 8, 8), torch.float32, seed=n + 100 * rank) for n in sizes]
+
+
+def _compare(options, backend, autocast=None):
+    compiled.compare(network(**options), batches(4, 4), backend, autocast)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": None}, {"affine": False}], ids=str)
+def test_a_network_equals_eager(options):
+    run_ranks(2, _compare, options, "aot_eager")
+
+
+def test_inductor_equals_eager():
+    run_ranks(2, _compare, {}, "inductor", timeout=120)
+
+
+def test_autocast():
+    run_ranks(2, _compare, {}, "aot_eager", torch.bfloat16)
+
+
+def _count_collectives():
+    graphs = Graphs()
+    compiled.compare(network(), batches(4), graphs)
+    return [
+        graphs.count(g, op)
+        for op in ("_c10d_functional.all_reduce", "_c10d_functional")
+        for g in (graphs.forward, graphs.backward)
+    ]
+
+
+def test_one_collective_each_way_per_layer():
+    """Two layers. Each collective is the call and its wait."""
+    for forward, backward, all_forward, all_backward in run_ranks(2, _count_collectives):
+        assert forward == backward == [2]
+        assert all_forward == all_backward == [4]
+
+
+def _count_graphs():
+    model = network()
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    run = torch.compile(model, fullgraph=True, backend=counter)
+    compiled.train(run, model, batches(4, 5))
+    before = counter.frame_count
+    compiled.train(run, model, batches(6, 7, 9))
+    return counter.frame_count - before
+
+
+def test_batch_sizes_do_not_recompile():
+    assert run_ranks(2, _count_graphs) == [0, 0]
+
+
+def _compare_inside_ddp(backend):
+    """The model compiled inside DDP, DDP compiled as a whole, and eager DDP."""
+    results = []
+    for how in "inside", "around", "eager":
+        torch._dynamo.reset()
+        compiler = partial(torch.compile, fullgraph=how == "inside", backend=backend)
+        model = network()
+        ddp = DistributedDataParallel(compiler(model) if how == "inside" else model)
+        forward = compiler(ddp) if how == "around" else ddp
+        results.append(compiled.train(forward, model, batches(4, 4)))
+    compiled.assert_same_training(results[0], results[2])
+    compiled.assert_same_training(results[1], results[2])
+
+
+def test_inside_ddp():
+    run_ranks(2, _compare_inside_ddp, "aot_eager")
+
+
+def _compare_checkpointed(reentrant):
+    model, eager = network(), network()
+    torch._dynamo.reset()
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    inputs = [x.requires_grad_() for x in batches(4, 4)]
+    compiled.assert_same_training(
+        compiled.train(partial(checkpoint, run, use_reentrant=reentrant), model, inputs),
+        compiled.train(eager, eager, inputs),
+    )
+    assert model[1].num_batches_tracked == 2
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_compiled_blocks_inside_a_checkpoint(reentrant):
+    run_ranks(2, _compare_checkpointed, reentrant)
+
+
+def _compile_before_the_group_exists(folder):
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    model = network()
+    eager = copy.deepcopy(model)
+    torch._dynamo.reset()
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    alone = [compiled.train(f, m, batches(4)) for f, m in ((run, model), (eager, eager))]
+    compiled.assert_same_training(*alone)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{Path(folder) / 'again'}", rank=rank, world_size=2
+    )
+    together = [compiled.train(f, m, batches(4)) for f, m in ((run, model), (eager, eager))]
+    compiled.assert_same_training(*together)
+    return model[1].running_mean
+
+
+def test_compiled_before_the_process_group_exists():
+    """What was compiled for one rank is not used once there are two."""
+    ranks = Ranks(2, "gloo")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            a, b = ranks.run(_compile_before_the_group_exists, (folder,), 60)
+    finally:
+        ranks.close()
+    # The first batch was the same on both ranks (there was no group to tell them apart), and the
+    # second one was shared.
+    assert torch.equal(a, b)
