@@ -109,6 +109,11 @@ def _empty(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     return x.new_empty(size) if x.dtype is dtype else x.new_empty(size, dtype=dtype)
 
 
+def link_for(x: Tensor) -> Tensor:
+    """[2C], uninitialized: of the device and dtype of the sums of ``backward_reduce``."""
+    return _empty(x, 2 * x.shape[1], _acc_dtype(x))
+
+
 KERNELS = Ops(_C)
 REFERENCE = Ops(reference)
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .functional import batchnorm2d_sync
-from .sync import Exchange
+from .sync import Exchange, Replica
+from .sync.replicas import take_part
 
 __all__ = [
     "BatchNorm1d",
@@ -55,6 +56,14 @@ class Synchronized(_BatchNorm):
             self.process_group = process_group
 
     def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self._forward(x)
+        except Exception as error:
+            if isinstance(self.process_group, Replica):
+                self.process_group.fail(error)  # the other replicas wait
+            raise
+
+    def _forward(self, x: Tensor) -> Tensor:
         self._check_input_dim(x)
         if self.frozen:
             if self.running_mean is None:
@@ -99,12 +108,23 @@ class Synchronized(_BatchNorm):
             text += ", frozen=True"
         return text
 
+    def _replicate_for_data_parallel(self) -> Synchronized:
+        # Called by replicate, once per replica, before the replicas run.
+        replica: Synchronized = super()._replicate_for_data_parallel()
+        replica.process_group = take_part(self, replica, self.process_group)
+        return replica
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Synchronized:
-        # A process group cannot be copied: the copy belongs to the same one.
-        memo[id(self.process_group)] = self.process_group
+        # A process group cannot be copied: the copy belongs to the same one. The place of a replica
+        # cannot be taken twice: a copy is a layer by itself.
+        state, group = self.__dict__, self.process_group
+        if isinstance(group, Replica):
+            group = group.group
+            state = {**state, "process_group": group}
+        memo[id(group)] = group
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
-        copied.__setstate__(deepcopy(self.__dict__, memo))
+        copied.__setstate__(deepcopy(state, memo))
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
