@@ -12,7 +12,6 @@ replica's y, normalize does not run, and dy is 0.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -173,47 +172,52 @@ def join(addends: list[Addend]) -> None:
     Called by one thread while the others wait. The sum is taken on the first replica's device and
     stream, in the order of the replicas; each replica's copy is made on its own device and stream.
     """
+    if any(a.stream is not None for a in addends):
+        _join_on_streams(addends)
+        return
+    total = add_up([a.sums for a in addends], addends[0].sums.device)
+    _link(addends)
+    for a in addends:
+        a.sums = _copy(total, a.sums.device, total.dtype)
+
+
+def _join_on_streams(addends: list[Addend]) -> None:
     first = addends[0]
-    links = [a.link for a in addends if a.link is not None]
-    with _current_streams(addends):
-        if first.stream is not None:
-            for a in addends:
-                if a.event is not None:
-                    first.stream.wait_event(a.event)
-        with torch.no_grad():
-            total = add_up([a.sums for a in addends], first.sums.device)
-        assert total is not None
-        if any(link.requires_grad for link in links):
-            with torch.enable_grad():  # the thread that came last may be in another mode
-                for a, link in zip(addends, _Join.apply(*links), strict=True):
-                    a.link = link
-        ready = None if first.stream is None else first.stream.record_event()
-        for a in addends:
-            if a.stream == first.stream:
-                a.sums = _copy(total, a.sums.device, total.dtype)
-            elif a.stream is None:
-                a.sums = total.to(a.sums.device)
-            else:
-                with torch.cuda.stream(a.stream):
-                    if ready is not None:
-                        a.stream.wait_event(ready)
-                    a.sums = total.to(a.sums.device, non_blocking=True, copy=True)
-                if total.device == a.sums.device:
-                    total.record_stream(a.stream)
-
-
-@contextlib.contextmanager
-def _current_streams(addends: list[Addend]) -> Iterator[None]:
-    """Makes each replica's stream current on its device, and the first replica's device current."""
     with contextlib.ExitStack() as stack:
+        # Each replica's stream is the current one of its device, and at last the first's of all.
         for a in reversed(addends):
             if a.stream is not None:
                 stack.enter_context(torch.cuda.stream(a.stream))
-        yield
+        for a in addends:
+            if first.stream is not None and a.event is not None:
+                first.stream.wait_event(a.event)
+        total = add_up([a.sums for a in addends], first.sums.device)
+        ready = None if first.stream is None else first.stream.record_event()
+        _link(addends)
+        for a in addends:
+            if a.stream == first.stream or a.stream is None:
+                a.sums = _copy(total, a.sums.device, total.dtype)
+                continue
+            with torch.cuda.stream(a.stream):
+                if ready is not None:
+                    a.stream.wait_event(ready)
+                a.sums = total.to(a.sums.device, non_blocking=True, copy=True)
+            if total.device == a.sums.device:
+                total.record_stream(a.stream)
 
 
-def add_up(values: list[Tensor], device: torch.device) -> Tensor | None:
-    """The sum on ``device``, in the order of the list. A new tensor, unless there is only one."""
+def _link(addends: list[Addend]) -> None:
+    links = [a.link for a in addends if a.link is not None]
+    if any(link.requires_grad for link in links):
+        # The thread that came last may be in another mode than those whose inputs need gradients.
+        with contextlib.nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
+            joined = _Join.apply(*links)
+        for a, link in zip(addends, joined, strict=True):
+            a.link = link
+
+
+def add_up(values: list[Tensor], device: torch.device) -> Any:
+    """The sum on ``device``, in the order of the list; None of none."""
     total = None
     for v in values:
         v = _copy(v, device, values[0].dtype)
@@ -222,5 +226,7 @@ def add_up(values: list[Tensor], device: torch.device) -> Tensor | None:
 
 
 def _copy(v: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    if v.device == device and v.dtype is dtype:
+        return v
     # Towards the CPU, a copy that does not block would be read before it has arrived.
     return v.to(device, dtype, non_blocking=device.type != "cpu")

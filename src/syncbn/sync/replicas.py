@@ -22,7 +22,7 @@ from .rendezvous import Rendezvous
 if TYPE_CHECKING:
     from .._ops import Ops
 
-_thread = threading.local()  # .last: a weak reference to the replica made last on this thread
+_thread = threading.local()  # .last: the replica made last on this thread, and its place; both weak
 
 
 class Replica(Exchange):
@@ -131,11 +131,9 @@ class Replica(Exchange):
 
 def take_part(original: nn.Module, replica: nn.Module, group: Any) -> Replica:
     """The place of ``replica``, made just now of the layer ``original``, among its replicas."""
-    last = getattr(_thread, "last", None)
-    last = None if last is None else last()
+    last, place = (ref() for ref in getattr(_thread, "last", (_nothing, _nothing)))
     rendezvous, layer, index = None, 0, 0
-    if last is not None and not _is_complete(last):
-        place: Replica = last.process_group
+    if last is not None and place is not None and not _is_complete(last, place):
         if place._original == id(original):
             rendezvous, layer, index = place.rendezvous, place.layer, place.index + 1
         elif id(original) not in place.rendezvous.layers:
@@ -146,17 +144,20 @@ def take_part(original: nn.Module, replica: nn.Module, group: Any) -> Replica:
         rendezvous.layers.append(id(original))
     if layer == 0:
         rendezvous.add(replica)
-    _thread.last = weakref.ref(replica)
-    return Replica(rendezvous, layer, index, original, group)
+    place = Replica(rendezvous, layer, index, original, group)
+    _thread.last = weakref.ref(replica), weakref.ref(place)
+    return place
 
 
-def _is_complete(replica: nn.Module) -> bool:
+def _nothing() -> None:
+    return None
+
+
+def _is_complete(replica: nn.Module, place: Replica) -> bool:
     """Whether the replication that made ``replica`` is over.
 
     Its last act is to give each replica what stands for the original's parameters, None included.
     """
-    if replica.process_group.rendezvous.started:  # type: ignore[union-attr]
-        return True
-    return any(
+    return place.rendezvous.started or any(
         name in replica.__dict__ or name in replica._parameters for name in ("weight", "bias")
     )
