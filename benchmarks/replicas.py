@@ -4,17 +4,18 @@
 
 Three ways to run two replicas of the same layers: in threads with synchronized layers; in the same
 threads with layers that do not synchronize (each one participant by itself); and, for the scale,
-one after another. The bar is 150 us per layer and step between the first two. Then eight replicas
-that synchronize: the processor time tells that those who wait do not spin.
+one after another. The bar is 150 us per layer and step between the first two. They take turns, step
+by step, and each is given by its tenth percentile: where other programs use the same cores, waiting
+for a replica is waiting for a core. Then eight replicas that synchronize: the processor time tells
+that those who wait do not spin.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
-from functools import partial
 
 import torch
-from timing import alternate
 from torch import nn
 
 import syncbn
@@ -36,6 +37,23 @@ def step(model: syncbn.ModelDataParallel, xs: list[torch.Tensor], dys: list[torc
     torch.autograd.backward(model(xs), dys)
 
 
+def tenth_percentiles(
+    models: list[syncbn.ModelDataParallel],
+    xs: list[torch.Tensor],
+    dys: list[torch.Tensor],
+    seconds: float = 8.0,
+) -> list[float]:
+    """Microseconds per layer and step of each model."""
+    times: list[list[float]] = [[] for _ in models]
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for model, mine in zip(models, times, strict=True):
+            start = time.perf_counter()
+            step(model, xs, dys)
+            mine.append(time.perf_counter() - start)
+    return [statistics.quantiles(mine, n=10)[0] * 1e6 / LAYERS for mine in times]
+
+
 def main() -> None:
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}; {LAYERS} layers, forward + backward, us per layer and step")
@@ -49,9 +67,7 @@ def main() -> None:
             )
             for cls, sync in ((syncbn.BatchNorm2d, True), (Alone, True), (Alone, False))
         ]
-        together, alone, in_turn = (
-            t / LAYERS for t in alternate([partial(step, m, xs, dys) for m in models])
-        )
+        together, alone, in_turn = tenth_percentiles(models, xs, dys)
         print(
             f"{shape!s:<17} {together:>12.1f} {alone:>14.1f} {together - alone:>11.1f} "
             f"{in_turn:>18.1f}"
