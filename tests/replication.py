@@ -11,12 +11,13 @@ from unittest import mock
 import torch
 from torch._utils import ExceptionWrapper
 
+_patching = threading.Lock()
 _replicate = importlib.import_module("torch.nn.parallel.replicate")
 
 
 def replicate(module, count):
     """``count`` replicas of a module on the CPU; the first one shares the module's buffers."""
-    with mock.patch.object(_replicate, "_broadcast_coalesced_reshape", _broadcast):
+    with _patching, mock.patch.object(_replicate, "_broadcast_coalesced_reshape", _broadcast):
         return _replicate.replicate(module, list(range(count)), not torch.is_grad_enabled())
 
 

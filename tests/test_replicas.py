@@ -235,6 +235,47 @@ def test_activation_checkpointing():  # case 20
         compare_a_step(reference, model, batch((6, 3, 3, 3), seed=seed).split([1, 2, 3]))
 
 
+def test_recomputation_leaves_the_replicas_usable():
+    _, model = local_and_synchronized(Checkpointed())
+    xs = [x.requires_grad_() for x in batch((4, 3, 3, 3)).split(2)]
+    replicas = replicate(model, 2)
+    torch.cat(parallel_apply(replicas, xs)).sum().backward()
+    with torch.no_grad():
+        assert len(parallel_apply(replicas, xs)) == 2
+    assert model.norm.num_batches_tracked == 2
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_around_all_replicas(use_reentrant):
+    reference, model = local_and_synchronized(net())
+
+    def run(module, xs):
+        def forward(*xs):
+            return tuple(data_parallel(module, list(xs)))
+
+        return checkpoint(forward, *xs, use_reentrant=use_reentrant)
+
+    compare_a_step(reference, model, batch((5, 3, 3, 3)).split([2, 3]), run)
+
+
+class Two(syncbn.sync.Exchange):
+    size = 2
+
+    def all_reduce(self, values):
+        return values
+
+
+def test_replicas_and_a_process_group_are_not_mixed():
+    xs = batch((4, 3, 3, 3)).split(2)
+    layer = syncbn.BatchNorm2d(3, process_group=Two()).double()
+    with pytest.raises(RuntimeError, match="cannot share one mini-batch: expected one replica"):
+        data_parallel(layer, xs)
+    layer.process_group = syncbn.sync.Local()
+    assert len(data_parallel(layer, xs)) == 2
+    layer.process_group = Two()
+    assert len(data_parallel(layer.eval(), xs)) == 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

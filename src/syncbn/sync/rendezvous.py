@@ -8,6 +8,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import nn
 from torch._utils import ExceptionWrapper
 
@@ -66,6 +67,8 @@ class Rendezvous:
     """
 
     def __init__(self) -> None:
+        #: Whether the replicas were made inside a backward pass: their batch has been counted.
+        self.recomputes = torch._C._current_graph_task_id() != -1
         self.layers: list[int] = []  # the ids of the original layers, while they are replicated
         self._changed = threading.Condition()
         self._maker = threading.current_thread()

@@ -74,7 +74,7 @@ class Replica(Exchange):
         """``batchnorm2d_sync`` over the replicas, after its checks; only the first replica, which
         has the original's running statistics, moves them."""
         running = running_mean, running_var, num_batches_tracked
-        if self.index != 0:
+        if self.index != 0 or self.rendezvous.recomputes:
             running = None, None, None
         return batch_norm(self, ops, x, weight, bias, (*running, momentum, eps))
 
@@ -120,7 +120,9 @@ class Replica(Exchange):
 
     def fail(self, error: BaseException) -> None:
         """Lets the other replicas know that this one raised."""
-        self.rendezvous.fail(self.index, error)
+        # Inside a backward pass nobody waits, and checkpointing ends recomputations by exceptions.
+        if torch._C._current_graph_task_id() == -1:
+            self.rendezvous.fail(self.index, error)
 
     def __repr__(self) -> str:
         return f"replica {self.index}"
