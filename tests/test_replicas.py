@@ -291,11 +291,36 @@ def test_checkpointing_that_cannot_work_says_so(options, message):
         torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
 
 
-def test_second_derivatives_say_that_they_do_not_work():
-    xs = [x.requires_grad_() for x in batch((4, 3, 3, 3)).split(2)]
-    ys = data_parallel(syncbn.BatchNorm2d(3).double(), xs)
-    with pytest.raises(RuntimeError, match="create_graph=True: expected"):
-        torch.autograd.grad(ys[0].sum(), xs, create_graph=True)
+@pytest.mark.parametrize("affine", [True, False])
+def test_gradient_penalty(affine):
+    """A loss of gradients and outputs, with respect to inputs and parameters."""
+    norm = nn.BatchNorm2d(4, affine=affine)
+    reference, model = local_and_synchronized(nn.Sequential(nn.Conv2d(3, 4, 1), norm, nn.Tanh()))
+    xs = [x.requires_grad_() for x in batch((5, 3, 2, 2)).split([2, 3])]
+    whole = torch.cat([x.detach() for x in xs]).requires_grad_()
+
+    def loss(y, inputs):
+        gradients = torch.autograd.grad(y.square().sum(), inputs, create_graph=True)
+        return torch.cat(gradients).square().sum() + y.pow(3).sum()
+
+    loss(torch.cat(data_parallel(model, xs)), xs).backward()
+    loss(reference(whole), [whole]).backward()
+    size = whole.grad.abs().max()
+    assert_near(torch.cat([x.grad for x in xs]), whole.grad, 100 * size)
+    for (name, p), q in zip(reference.named_parameters(), model.parameters(), strict=True):
+        assert_near(q.grad, p.grad, 1000 * size, message=name)
+
+
+def test_second_derivatives_pass_gradgradcheck():
+    layer = syncbn.BatchNorm1d(2).double()
+    xs = [x.requires_grad_() for x in batch((5, 2)).split([2, 3])]
+
+    def run(*xs):
+        layer.reset_running_stats()
+        return tuple(data_parallel(layer, list(xs)))
+
+    assert torch.autograd.gradcheck(run, xs)
+    assert torch.autograd.gradgradcheck(run, xs)
 
 
 def test_copies_and_pickles_after_a_step():

@@ -7,6 +7,10 @@ Forward, only [2C + 1] sums pass the join; the replicas' threads wait for each o
 Backward, nothing waits: normalize reduces dy to [2C] sums and leaves dy for the statistics node of
 its own replica, join adds the sums up, and statistics computes dx. Where the loss does not use a
 replica's y, normalize does not run, and dy is 0.
+
+Two tensors go from node to node: the sums, and a link without values, whose gradient is what is
+said above. With ``create_graph=True`` the nodes instead give the gradients of what they compute, in
+PyTorch's own operations and by way of the sums, so that all of it can be differentiated again.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .. import reference
 from .._ops import KERNELS, link_for, with_layout_of
 
 if TYPE_CHECKING:
@@ -27,7 +32,7 @@ if TYPE_CHECKING:
 class Addend:
     """What a replica brings to the join, and takes from it.
 
-    ``sums`` [K]: its own, then the total. ``link`` [2C] or None: no values, the gradient's way.
+    ``sums`` [K]: its own, then the total. ``link`` [2C], or None without autograd.
     """
 
     __slots__ = ("event", "link", "stream", "sums")
@@ -71,7 +76,7 @@ def batch_norm(
     else:
         addend = replica.meet(Addend(*_Statistics.apply(x, constant, call, None)))
         sums, link = addend.sums, addend.link
-    y: Tensor = _Normalize.apply(x, weight, bias, link, call, sums, options)
+    y: Tensor = _Normalize.apply(x, weight, bias, sums, link, call, options)
     return y
 
 
@@ -83,21 +88,21 @@ class _Statistics(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        sums = call.ops.statistics(x) if sums is None else sums.clone()
-        ctx.mark_non_differentiable(sums)
-        return sums, link_for(x)
+        return call.ops.statistics(x) if sums is None else sums.clone(), link_for(x)
 
     @staticmethod
-    def backward(ctx: Any, _: None, sums_dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        if sums_dy is None:
-            return None, None, None, None
+    def backward(ctx: Any, dsums: Tensor | None, sums_dy: Tensor | None) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         call: _Call = ctx.call
-        dy, call.dy = call.dy, None
-        if dy is None or call.graph_task != torch._C._current_graph_task_id():
-            dy = torch.zeros_like(x)
-        assert call.moments is not None
-        return call.ops.backward_input(dy, x, weight, call.moments, sums_dy), None, None, None
+        dx = None if dsums is None else reference.backward_statistics(dsums, x)
+        if sums_dy is not None:
+            dy, call.dy = call.dy, None
+            if dy is None or call.graph_task != torch._C._current_graph_task_id():
+                dy = torch.zeros_like(x)
+            assert call.moments is not None
+            through = call.ops.backward_input(dy, x, weight, call.moments, sums_dy)
+            dx = through if dx is None else dx + through
+        return dx, None, None, None
 
 
 class _Normalize(torch.autograd.Function):
@@ -107,27 +112,27 @@ class _Normalize(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
+        sums: Tensor,
         link: Tensor,
         call: _Call,
-        sums: Tensor,
         options: tuple[Any, ...],
     ) -> Tensor:
         y, call.moments = call.ops.normalize(x, weight, bias, sums, *options)
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, weight, sums)
         ctx.call = call
         ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.eps = options[-1]
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph=True: expected one participant or a process group, got replicas, "
-                "whose gradients cannot be differentiated again"
-            )
-        x, weight = ctx.saved_tensors
+        x, weight, sums = ctx.saved_tensors
         call: _Call = ctx.call
-        _, need_dweight, need_dbias, need_sums, *_ = ctx.needs_input_grad
+        need_dx, need_dweight, need_dbias, _, need_sums, *_ = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # create_graph=True
+            dx, dweight, dsums = reference.backward_normalize(dy, x, weight, sums, ctx.eps)
+            dbias = reference.sum_per_channel(dy, ctx.bias_dtype) if need_dbias else None
+            return dx, dweight, dbias, dsums, None, None, None
         if call.ops is KERNELS:
             dy = with_layout_of(x, dy)
         assert call.moments is not None
@@ -138,32 +143,35 @@ class _Normalize(torch.autograd.Function):
             weight.dtype if need_dweight else None,
             ctx.bias_dtype if need_dbias else None,
         )
-        if need_sums and ctx.needs_input_grad[0]:
+        if need_sums and need_dx:
             call.dy, call.graph_task = dy, torch._C._current_graph_task_id()
-        return None, dweight, dbias, sums_dy, None, None, None
+        return None, dweight, dbias, None, sums_dy, None, None
 
 
 class _Join(torch.autograd.Function):
-    """Links to links: the one node that all replicas share."""
+    """All sums, then all links, to as many totals and links: the node that all replicas share."""
 
     @staticmethod
-    def forward(ctx: Any, *links: Tensor) -> tuple[Tensor, ...]:
-        ctx.places = [(link.device, link.dtype) for link in links]
+    def forward(ctx: Any, addends: list[Addend], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.places = [(t.device, t.dtype) for t in tensors]
         ctx.set_materialize_grads(False)
-        return tuple(torch.empty_like(link) for link in links)
+        links = [torch.empty_like(link) for link in tensors[len(addends) :]]
+        return *_totals(addends), *links
 
     @staticmethod
-    def backward(ctx: Any, *sums_dy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         # By autograd's rule the gradients are ready on this node's stream, which is the first
         # replica's; copies between devices are ordered with the current streams of both.
-        device, _ = ctx.places[0]
-        total = add_up([v for v in sums_dy if v is not None], device)
-        if total is None:
-            return (None,) * len(sums_dy)
-        return tuple(
-            _copy(total, *place) if needed else None
-            for place, needed in zip(ctx.places, ctx.needs_input_grad, strict=True)
-        )
+        n = len(ctx.places) // 2
+        results: list[Tensor | None] = [None]
+        for half in (slice(0, n), slice(n, 2 * n)):
+            places = ctx.places[half]
+            total = add_up([v for v in gradients[half] if v is not None], places[0][0])
+            results += [
+                _copy(total, *place) if needed and total is not None else None
+                for place, needed in zip(places, ctx.needs_input_grad[1:][half], strict=True)
+            ]
+        return tuple(results)
 
 
 def join(addends: list[Addend]) -> None:
@@ -172,48 +180,46 @@ def join(addends: list[Addend]) -> None:
     Called by one thread while the others wait. The sum is taken on the first replica's device and
     stream, in the order of the replicas; each replica's copy is made on its own device and stream.
     """
-    if any(a.stream is not None for a in addends):
-        _join_on_streams(addends)
-        return
-    total = add_up([a.sums for a in addends], addends[0].sums.device)
-    _link(addends)
-    for a in addends:
-        a.sums = _copy(total, a.sums.device, total.dtype)
-
-
-def _join_on_streams(addends: list[Addend]) -> None:
-    first = addends[0]
     with contextlib.ExitStack() as stack:
         # Each replica's stream is the current one of its device, and at last the first's of all.
         for a in reversed(addends):
             if a.stream is not None:
                 stack.enter_context(torch.cuda.stream(a.stream))
-        for a in addends:
-            if first.stream is not None and a.event is not None:
-                first.stream.wait_event(a.event)
-        total = add_up([a.sums for a in addends], first.sums.device)
-        ready = None if first.stream is None else first.stream.record_event()
-        _link(addends)
-        for a in addends:
-            if a.stream == first.stream or a.stream is None:
-                a.sums = _copy(total, a.sums.device, total.dtype)
-                continue
-            with torch.cuda.stream(a.stream):
-                if ready is not None:
-                    a.stream.wait_event(ready)
-                a.sums = total.to(a.sums.device, non_blocking=True, copy=True)
-            if total.device == a.sums.device:
-                total.record_stream(a.stream)
+        if not any(a.link is not None and a.link.requires_grad for a in addends):
+            totals = _totals(addends)
+        else:
+            # The thread that came last may be in another mode than those whose x need gradients.
+            if not torch.is_grad_enabled():
+                stack.enter_context(torch.enable_grad())
+            tensors = [a.sums for a in addends] + [a.link for a in addends]
+            joined = _Join.apply(addends, *tensors)
+            totals = joined[: len(addends)]
+            for a, link in zip(addends, joined[len(addends) :], strict=True):
+                a.link = link
+        for a, total in zip(addends, totals, strict=True):
+            a.sums = total
 
 
-def _link(addends: list[Addend]) -> None:
-    links = [a.link for a in addends if a.link is not None]
-    if any(link.requires_grad for link in links):
-        # The thread that came last may be in another mode than those whose inputs need gradients.
-        with contextlib.nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
-            joined = _Join.apply(*links)
-        for a, link in zip(addends, joined, strict=True):
-            a.link = link
+def _totals(addends: list[Addend]) -> list[Tensor]:
+    """The total, as a tensor of its own for each replica."""
+    first = addends[0]
+    for a in addends:
+        if first.stream is not None and a.event is not None:
+            first.stream.wait_event(a.event)
+    total = add_up([a.sums for a in addends], first.sums.device)
+    ready = None if first.stream is None else first.stream.record_event()
+    totals = [total]
+    for a in addends[1:]:
+        if a.stream is None:
+            totals.append(total.to(a.sums.device, copy=True))
+            continue
+        with torch.cuda.stream(a.stream):
+            if ready is not None and a.stream != first.stream:
+                a.stream.wait_event(ready)
+            totals.append(total.to(a.sums.device, non_blocking=True, copy=True))
+        if total.device == a.sums.device and a.stream != first.stream:
+            total.record_stream(a.stream)
+    return totals
 
 
 def add_up(values: list[Tensor], device: torch.device) -> Any:

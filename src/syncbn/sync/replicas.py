@@ -84,7 +84,8 @@ class Replica(Exchange):
         if call == 0:
             self._check_group()
         self.rendezvous.meet(self, (self.layer, call), addend)
-        self._kept = addend.sums, torch.is_grad_enabled()
+        # Detached: a replica must not hold the graph that may hold it, by checkpointing.
+        self._kept = addend.sums.detach(), torch.is_grad_enabled()
         return addend
 
     def _check_group(self) -> None:
