@@ -15,6 +15,7 @@ from .modules import (
     LazyBatchNorm3d,
     SyncBatchNorm,
 )
+from .parallel import ModelDataParallel, scatter
 from .sync import create_process_group
 
 __all__ = [
@@ -24,11 +25,13 @@ __all__ = [
     "LazyBatchNorm1d",
     "LazyBatchNorm2d",
     "LazyBatchNorm3d",
+    "ModelDataParallel",
     "SyncBatchNorm",
     "__version__",
     "convert_model",
     "create_process_group",
     "functional",
     "revert_model",
+    "scatter",
     "sync",
 ]

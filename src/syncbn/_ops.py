@@ -52,16 +52,12 @@ class Ops:
         momentum: float | None,
         eps: float,
     ) -> tuple[Tensor, Tensor]:
-        """``y`` and moments [2C + 1] float64: [mean | invstd | n]. Moves the running statistics.
-
-        On the CPU the moments take the place of the sums: there, whoever writes those of a channel
-        has read its sums before.
-        """
+        """``y`` and moments [2C + 1] float64: [mean | invstd | n]. Moves the running statistics."""
         if _current_graph_task_id() != -1:
             # Inside a backward pass: a recomputation (checkpointing), whose batch has been counted.
             running_mean = running_var = num_batches_tracked = None
         y = empty_like(x)
-        moments = sums if x.is_cpu else empty_like(sums)
+        moments = empty_like(sums)
         self._op.normalize(
             x,
             weight,
@@ -83,7 +79,7 @@ class Ops:
         self, dy: Tensor, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Sums [2C]: [sum of dy | sum of dy * xhat]; and gradients like ``weight`` and ``bias``."""
-        sums_dy = _sums_dy(x)
+        sums_dy = sums_dy_for(x)
         dweight = None if weight is None else empty_like(weight)
         dbias = None if bias is None else empty_like(bias)
         self._op.backward_reduce(
@@ -105,7 +101,7 @@ def _written(mean: Tensor, var: Tensor | None, batches: Tensor | None) -> None:
     _increment_version((mean, var) if batches is None else (mean, var, batches))  # type: ignore[arg-type]
 
 
-def _sums_dy(x: Tensor) -> Tensor:
+def sums_dy_for(x: Tensor) -> Tensor:
     """Memory for [2C] in the accumulation type of ``x``. Naming a dtype costs the host a quarter
     more."""
     size = 2 * x.shape[1]
@@ -128,7 +124,11 @@ class _Kernels(Ops):
         momentum: float | None,
         eps: float,
     ) -> tuple[Tensor, Tensor]:
-        """``normalize(x, ..., sums=statistics(x), ...)``."""
+        """``normalize(x, ..., sums=statistics(x), ...)``.
+
+        On the CPU the moments take the place of the sums: there, whoever writes those of a channel
+        has read its sums before.
+        """
         if _current_graph_task_id() != -1:
             running_mean = running_var = num_batches_tracked = None
         moments = sums = x.new_empty(2 * x.shape[1] + 1, dtype=_float64)
@@ -170,7 +170,7 @@ class _Kernels(Ops):
         dbias = empty_like(bias) if need_dbias else None  # type: ignore[arg-type]
         sums_dy = workspace = None
         if x.is_cuda:
-            sums_dy, workspace = _sums_dy(x), workspace_for(x)
+            sums_dy, workspace = sums_dy_for(x), workspace_for(x)
         _C.backward(dy, x, weight, moments, sums_dy, dweight, dbias, dx, workspace)
         return dx, dweight, dbias, None
 
@@ -215,7 +215,6 @@ class _Dispatched(Ops):
         sums: Tensor,
         *rest: Any,
     ) -> tuple[Tensor, Tensor]:
-        sums = sums.clone() if sums.is_cpu else sums  # no op returns its argument
         return super().normalize(_dense(x), _contiguous(weight), _contiguous(bias), sums, *rest)
 
     def backward_reduce(
@@ -254,7 +253,7 @@ def _fake_backward_reduce(
     dy: Tensor, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return (
-        _sums_dy(x),
+        sums_dy_for(x),
         None if weight is None else empty_like(weight),
         None if bias is None else empty_like(bias),
     )

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
 from . import modules
+from ._options import INITIALIZERS
 from .sync import Exchange
 
 __all__ = ["convert_model", "revert_model"]
@@ -92,22 +93,30 @@ def revert_model(module: _M) -> _M:
     """Undoes ``convert_model``: every synchronized BatchNorm gets its PyTorch class back, in place.
 
     For deployment, or for tools that look for exact classes. Parameters, buffers and everything
-    else stay; ``process_group``, ``sync`` and ``frozen`` are dropped, except that
-    ``nn.SyncBatchNorm`` keeps its group.
+    else stay; ``process_group``, ``sync`` and the options that PyTorch's layers do not have are
+    dropped, except that ``nn.SyncBatchNorm`` keeps its group.
 
     Args:
         module: any module.
 
     Returns:
         ``module`` itself.
+
+    Raises:
+        ValueError: a layer's ``channel_axis`` is not 1, the only one that PyTorch's layers know.
     """
+    for name, m in module.named_modules():
+        if getattr(m, "channel_axis", 1) != 1 and type(m) in _STOCK:
+            raise ValueError(
+                f"revert_model: expected channel_axis=1, got {m.channel_axis} in {name or type(m)}"
+            )
     for m in module.modules():
         # A class that a user derived from one of ours has no PyTorch class to go back to.
         stock = _STOCK.get(type(m))
         if stock is not None:
             group = m.__dict__.pop("process_group", None)
-            m.__dict__.pop("sync", None)
-            m.__dict__.pop("frozen", None)
+            for name in ("sync", "frozen", "channel_axis", "keep_fp32", *INITIALIZERS):
+                m.__dict__.pop(name, None)
             m.__class__ = stock
             if isinstance(m, nn.SyncBatchNorm):
                 m.process_group = group

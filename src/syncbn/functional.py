@@ -114,6 +114,9 @@ def batchnorm2d_sync(
         x = torch.empty_like(x).copy_(x)
         weight = weight if weight is None else weight.contiguous()
         bias = bias if bias is None else bias.contiguous()
+    if exchange.joins:
+        rest = running_mean, running_var, num_batches_tracked, momentum, eps
+        return exchange.batch_norm(ops, x, weight, bias, *rest)
     call = ops, exchange, running_mean, running_var, num_batches_tracked, momentum, eps
     y: Tensor = apply(x, weight, bias, call)
     return y

@@ -9,10 +9,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
+from ._options import OPTIONS, Initializer, Options, channels_second
 from .functional import batchnorm2d_sync
-from .sync import Exchange
+from .sync import Exchange, Replica
+from .sync.replicas import take_part
 
 __all__ = [
     "BatchNorm1d",
@@ -26,20 +28,19 @@ __all__ = [
 ]
 
 
-class Synchronized(_BatchNorm):
-    """What the modules here add to PyTorch's: a forward that synchronizes, and three attributes.
+class Synchronized(Options):
+    """What the modules here add to PyTorch's: a forward that synchronizes, and some attributes.
 
     Attributes:
         process_group: who shares the mini-batch, as ``group`` of ``batchnorm2d_sync``. ``None``
             stands for the default process group, looked up at each forward, so that a model may be
             built before it exists. Deep copies share it; pickles leave it out.
         sync: False makes the module behave as its PyTorch base class.
-        frozen: True normalizes by the running statistics and leaves them alone, also in training.
+        frozen, channel_axis, keep_fp32, and the initializers: see ``Options``.
     """
 
     process_group: dist.ProcessGroup | Exchange | None = None
     sync: bool = True
-    frozen: bool = False
 
     def __init__(
         self,
@@ -49,18 +50,55 @@ class Synchronized(_BatchNorm):
         affine: bool = True,
         track_running_stats: bool = True,
         process_group: dist.ProcessGroup | Exchange | None = None,
+        *,
+        center: bool = True,
+        scale: bool = True,
+        channel_axis: int = 1,
+        use_global_stats: bool = False,
+        keep_fp32: bool = False,
+        weight_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
+        running_mean_init: Initializer | None = None,
+        running_var_init: Initializer | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, **kwargs)
         if process_group is not None:
             self.process_group = process_group
+        self._set_options(
+            center=center,
+            scale=scale,
+            channel_axis=channel_axis,
+            use_global_stats=use_global_stats,
+            keep_fp32=keep_fp32,
+            weight_init=weight_init,
+            bias_init=bias_init,
+            running_mean_init=running_mean_init,
+            running_var_init=running_var_init,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(x, Proxy):
             # torch.fx.symbolic_trace: a leaf of the graph, as PyTorch's own layers are.
             path = x.tracer.path_of_module(self)
             return x.tracer.create_proxy("call_module", path, (x,), {})
+        if isinstance(self.process_group, Replica):
+            try:
+                return self._forward(x)
+            except Exception as error:
+                self.process_group.fail(error)  # the other replicas wait
+                raise
+        return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
         self._check_input_dim(x)
+        if self.channel_axis != 1:
+            return self._normalize(channels_second(x, self.channel_axis)).movedim(
+                1, self.channel_axis
+            )
+        return self._normalize(x)
+
+    def _normalize(self, x: Tensor) -> Tensor:
         if self.frozen:
             if self.running_mean is None:
                 raise ValueError(
@@ -100,9 +138,13 @@ class Synchronized(_BatchNorm):
             text += f", process_group={self.process_group!r}"
         if not self.sync:
             text += ", sync=False"
-        if self.frozen:
-            text += ", frozen=True"
-        return text
+        return text + self._options_repr()
+
+    def _replicate_for_data_parallel(self) -> Synchronized:
+        # Called by replicate, once per replica, before the replicas run.
+        replica: Synchronized = super()._replicate_for_data_parallel()
+        replica.process_group = take_part(self, replica, self.process_group)
+        return replica
 
     def __prepare_scriptable__(self) -> Synchronized:
         raise RuntimeError(
@@ -111,11 +153,16 @@ class Synchronized(_BatchNorm):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Synchronized:
-        # A process group cannot be copied: the copy belongs to the same one.
-        memo[id(self.process_group)] = self.process_group
+        # A process group cannot be copied: the copy belongs to the same one. The place of a replica
+        # cannot be taken twice: a copy is a layer by itself.
+        state, group = self.__dict__, self.process_group
+        if isinstance(group, Replica):
+            group = group.group
+            state = {**state, "process_group": group}
+        memo[id(group)] = group
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
-        copied.__setstate__(deepcopy(self.__dict__, memo))
+        copied.__setstate__(deepcopy(state, memo))
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
@@ -133,6 +180,15 @@ _ARGUMENTS = """
         track_running_stats: whether there are running statistics, [C] each.
         process_group: who shares the mini-batch: None for the default process group, looked up at
             each forward; a ProcessGroup; or a syncbn.sync.Exchange.
+        center: False for no bias; True for one, if ``affine``.
+        scale: False for no weight; True for one, if ``affine``.
+        channel_axis: the dimension of the channels; -1 for [N, ..., C]. Dense inputs are not
+            copied.
+        use_global_stats: sets ``frozen``: normalize by the running statistics, also in training.
+        keep_fp32: parameters and running statistics stay float32 under ``.half()`` and
+            ``.bfloat16()``.
+        weight_init, bias_init, running_mean_init, running_var_init: callables that fill a tensor in
+            place, as those of ``torch.nn.init``; None for 1, 0, 0, 1.
         device, dtype: of parameters and running statistics. Further keyword arguments go to the
             base class.
 
@@ -172,10 +228,31 @@ class _Lazy(Synchronized):
     def __init__(
         self, *args: Any, process_group: dist.ProcessGroup | Exchange | None = None, **kwargs: Any
     ) -> None:
-        # PyTorch's lazy class next in line takes everything but the process group.
-        super(Synchronized, self).__init__(*args, **kwargs)
+        options = {name: kwargs.pop(name) for name in OPTIONS & kwargs.keys()}
+        # PyTorch's lazy class next in line takes everything else but the process group.
+        super(Options, self).__init__(*args, **kwargs)
         if process_group is not None:
             self.process_group = process_group
+        self._set_options(**options)
+
+    def _tensors(self) -> list[Any]:
+        return [
+            v
+            for v in (self.weight, self.bias, self.running_mean, self.running_var)
+            if v is not None
+        ]
+
+    def reset_parameters(self) -> None:
+        if not any(map(is_lazy, self._tensors())) and self.num_features != 0:
+            super().reset_parameters()
+
+    def initialize_parameters(self, x: Tensor) -> None:
+        """Takes the number of channels from the first input [N, C, ...]."""
+        if self.num_features == 0:
+            self.num_features = channels_second(x, self.channel_axis).shape[1]
+            for v in filter(is_lazy, self._tensors()):
+                v.materialize((self.num_features,))
+            self.reset_parameters()
 
 
 class LazyBatchNorm1d(_Lazy, nn.LazyBatchNorm1d):

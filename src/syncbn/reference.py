@@ -233,6 +233,45 @@ def backward(
     return dx, dweight, dbias
 
 
+def backward_statistics(dsums: Tensor, x: Tensor) -> Tensor:
+    """Gradient of ``x`` from that of its sums [2C + 1]; can be differentiated again."""
+    dtotal, dsumsq = dsums[:-1].split(x.shape[1])
+    return (_per_channel(dtotal, x) + 2 * _acc(x) * _per_channel(dsumsq, x)).to(x.dtype)
+
+
+def backward_normalize(
+    dy: Tensor, x: Tensor, weight: Tensor | None, sums: Tensor, eps: float
+) -> tuple[Tensor | None, ...]:
+    """Gradients of ``x``, ``weight`` and ``sums`` as three independent inputs of ``normalize``.
+
+    They can be differentiated again: ``y`` is computed once more, for autograd.
+    """
+    # Aliases: the gradient of x must not run on through sums, which also come from x.
+    x, sums = x.view_as(x), sums.view_as(sums)
+    inputs = [t if t.requires_grad else t.detach().requires_grad_() for t in (x, sums)]
+    x, sums = inputs
+    total, sumsq = sums[:-1].split(x.shape[1])
+    n = sums[-1].detach().clamp(min=1)
+    mean = total / n
+    m2 = sumsq - total * mean
+    # The bounds of normalize. Both branches of where are differentiated: 0 must not reach rsqrt.
+    var = torch.where(m2 < 2.0**-50 * sumsq, 0, m2) / n + eps
+    invstd = torch.where(var == 0, 0, torch.where(var == 0, 1, var).rsqrt())
+    y = _xhat(x, mean, invstd)
+    if weight is not None:
+        weight = weight.view_as(weight) if weight.requires_grad else weight.detach()
+        weight = weight if weight.requires_grad else weight.requires_grad_()
+        inputs.append(weight)
+        y = y * _per_channel(weight, x)
+    dx, dsums, *rest = torch.autograd.grad(y, inputs, _acc(dy), create_graph=True)
+    return dx, rest[0] if rest else None, dsums
+
+
+def sum_per_channel(v: Tensor, dtype: torch.dtype) -> Tensor:
+    """[C]"""
+    return _acc(v).sum(_dims(v)).to(dtype)
+
+
 def _xhat(x: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
     return (_acc(x) - _per_channel(mean, x)) * _per_channel(invstd, x)
 

@@ -7,8 +7,19 @@ import torch.distributed as dist
 from .exchange import Exchange
 from .local import LOCAL, Local
 from .process_group import ProcessGroupExchange, create_process_group
+from .rendezvous import ReplicaError, set_replica_timeout
+from .replicas import Replica
 
-__all__ = ["Exchange", "Local", "ProcessGroupExchange", "create_process_group", "exchange_for"]
+__all__ = [
+    "Exchange",
+    "Local",
+    "ProcessGroupExchange",
+    "Replica",
+    "ReplicaError",
+    "create_process_group",
+    "exchange_for",
+    "set_replica_timeout",
+]
 
 _AVAILABLE = dist.is_available()
 

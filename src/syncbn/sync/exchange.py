@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 from torch import Tensor
 
@@ -20,6 +21,10 @@ class Exchange(ABC):
     #: Number of participants.
     size: int
 
+    #: Whether the participants share one autograd graph. Then ``batch_norm`` of the exchange, which
+    #: puts nodes of its own into it, takes the place of ``all_reduce`` each way.
+    joins: bool = False
+
     @abstractmethod
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sums over all participants.
@@ -30,3 +35,7 @@ class Exchange(ABC):
         Returns:
             [K], the same dtype and device: the sum, bitwise equal on every participant.
         """
+
+    def batch_norm(self, ops: Any, x: Tensor, *rest: Any) -> Tensor:
+        """Where ``joins``: ``y`` from the checked arguments of ``batchnorm2d_sync``."""
+        raise NotImplementedError

@@ -1,0 +1,90 @@
+"""What meeting costs two replicas in threads: 20 layers in a row, forward + backward, on the CPU.
+
+    python benchmarks/replicas.py
+
+Three ways to run two replicas of the same layers: in threads with synchronized layers; in the same
+threads with layers that do not synchronize (each one participant by itself); and, for the scale,
+one after another. The bar is 150 us per layer and step between the first two. They take turns, step
+by step, and each is given by its tenth percentile: where other programs use the same cores, waiting
+for a replica is waiting for a core. Then eight replicas that synchronize: the processor time tells
+that those who wait do not spin.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+from torch import nn
+
+import syncbn
+
+LAYERS = 20
+SHAPES = ((2, 16, 4, 4), (8, 64, 16, 16))
+
+
+class Alone(syncbn.BatchNorm2d):
+    """Our layer, whose replicas do not know of each other."""
+
+    def _replicate_for_data_parallel(self) -> syncbn.BatchNorm2d:
+        replica = super()._replicate_for_data_parallel()
+        replica.process_group = syncbn.sync.Local()
+        return replica
+
+
+def step(model: syncbn.ModelDataParallel, xs: list[torch.Tensor], dys: list[torch.Tensor]) -> None:
+    torch.autograd.backward(model(xs), dys)
+
+
+def tenth_percentiles(
+    models: list[syncbn.ModelDataParallel],
+    xs: list[torch.Tensor],
+    dys: list[torch.Tensor],
+    seconds: float = 8.0,
+) -> list[float]:
+    """Microseconds per layer and step of each model."""
+    times: list[list[float]] = [[] for _ in models]
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for model, mine in zip(models, times, strict=True):
+            start = time.perf_counter()
+            step(model, xs, dys)
+            mine.append(time.perf_counter() - start)
+    return [statistics.quantiles(mine, n=10)[0] * 1e6 / LAYERS for mine in times]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}; {LAYERS} layers, forward + backward, us per layer and step")
+    print("shape             synchronized  threads alone  difference  one after another")
+    for shape in SHAPES:
+        xs = [torch.randn(shape, requires_grad=True) for _ in range(2)]
+        dys = [torch.randn(shape) for _ in range(2)]
+        models = [
+            syncbn.ModelDataParallel(
+                nn.Sequential(*(cls(shape[1]) for _ in range(LAYERS))), ["cpu", "cpu"], sync
+            )
+            for cls, sync in ((syncbn.BatchNorm2d, True), (Alone, True), (Alone, False))
+        ]
+        together, alone, in_turn = tenth_percentiles(models, xs, dys)
+        print(
+            f"{shape!s:<17} {together:>12.1f} {alone:>14.1f} {together - alone:>11.1f} "
+            f"{in_turn:>18.1f}"
+        )
+
+    shape = SHAPES[1]
+    layers = nn.Sequential(*(syncbn.BatchNorm2d(shape[1]) for _ in range(LAYERS)))
+    model = syncbn.ModelDataParallel(layers, ["cpu"] * 8)
+    xs = [torch.randn(shape, requires_grad=True) for _ in range(8)]
+    dys = [torch.randn(shape) for _ in range(8)]
+    step(model, xs, dys)
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(10):
+        step(model, xs, dys)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    print(f"8 replicas of {shape}: {wall * 100:.1f} ms per step, {cpu * 100:.1f} ms of processor")
+
+
+if __name__ == "__main__":
+    main()
