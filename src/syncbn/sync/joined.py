@@ -16,6 +16,7 @@ PyTorch's own operations and by way of the sums, so that all of it can be differ
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -180,24 +181,31 @@ def join(addends: list[Addend]) -> None:
     Called by one thread while the others wait. The sum is taken on the first replica's device and
     stream, in the order of the replicas; each replica's copy is made on its own device and stream.
     """
+    if all(a.stream is None for a in addends):
+        _join(addends)
+        return
     with contextlib.ExitStack() as stack:
         # Each replica's stream is the current one of its device, and at last the first's of all.
         for a in reversed(addends):
             if a.stream is not None:
                 stack.enter_context(torch.cuda.stream(a.stream))
-        if not any(a.link is not None and a.link.requires_grad for a in addends):
-            totals = _totals(addends)
-        else:
-            # The thread that came last may be in another mode than those whose x need gradients.
-            if not torch.is_grad_enabled():
-                stack.enter_context(torch.enable_grad())
-            tensors = [a.sums for a in addends] + [a.link for a in addends]
+        _join(addends)
+
+
+def _join(addends: list[Addend]) -> None:
+    totals: Sequence[Tensor]
+    if any(a.link is not None and a.link.requires_grad for a in addends):
+        tensors = [a.sums for a in addends] + [a.link for a in addends]
+        # The thread that came last may be in another mode than those whose x need gradients.
+        with contextlib.nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
             joined = _Join.apply(addends, *tensors)
-            totals = joined[: len(addends)]
-            for a, link in zip(addends, joined[len(addends) :], strict=True):
-                a.link = link
-        for a, total in zip(addends, totals, strict=True):
-            a.sums = total
+        totals = joined[: len(addends)]
+        for a, link in zip(addends, joined[len(addends) :], strict=True):
+            a.link = link
+    else:
+        totals = _totals(addends)
+    for a, total in zip(addends, totals, strict=True):
+        a.sums = total
 
 
 def _totals(addends: list[Addend]) -> list[Tensor]:

@@ -13,6 +13,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .exchange import Exchange
@@ -22,6 +23,7 @@ from .rendezvous import Rendezvous
 if TYPE_CHECKING:
     from .._ops import Ops
 
+_DISTRIBUTED = dist.is_available()
 _thread = threading.local()  # .last: the replica made last on this thread, and its place; both weak
 
 
@@ -81,7 +83,7 @@ class Replica(Exchange):
     def meet(self, addend: Addend) -> Addend:
         """``addend`` with the total, once every replica has made this call of this layer."""
         call, self._calls = self._calls, self._calls + 1
-        if call == 0:
+        if call == 0 and (self.group is not None or (_DISTRIBUTED and dist.is_initialized())):
             self._check_group()
         self.rendezvous.meet(self, (self.layer, call), addend)
         # Detached: a replica must not hold the graph that may hold it, by checkpointing.
@@ -161,6 +163,9 @@ def _is_complete(replica: nn.Module, place: Replica) -> bool:
 
     Its last act is to give each replica what stands for the original's parameters, None included.
     """
-    return place.rendezvous.started or any(
-        name in replica.__dict__ or name in replica._parameters for name in ("weight", "bias")
+    if place.rendezvous.started:
+        return True
+    members, parameters = replica.__dict__, replica._parameters
+    return (
+        "weight" in members or "weight" in parameters or "bias" in members or "bias" in parameters
     )
