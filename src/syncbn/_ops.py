@@ -54,14 +54,14 @@ class Ops:
     ) -> tuple[Tensor, Tensor]:
         """``y`` and moments [2C + 1] float64: [mean | invstd | n]. Moves the running statistics.
 
-        On the CPU the moments take the place of the sums: there, whoever writes those of a channel
-        has read its sums before.
+        The CPU's kernel may write the moments over the sums: whoever writes those of a channel has
+        read its sums before.
         """
         if _current_graph_task_id() != -1:
             # Inside a backward pass: a recomputation (checkpointing), whose batch has been counted.
             running_mean = running_var = num_batches_tracked = None
         y = empty_like(x)
-        moments = sums if x.is_cpu else empty_like(sums)
+        moments = sums if x.is_cpu and self._op is _C else empty_like(sums)
         self._op.normalize(
             x,
             weight,
