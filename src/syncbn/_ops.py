@@ -52,16 +52,12 @@ class Ops:
         momentum: float | None,
         eps: float,
     ) -> tuple[Tensor, Tensor]:
-        """``y`` and moments [2C + 1] float64: [mean | invstd | n]. Moves the running statistics.
-
-        The CPU's kernel may write the moments over the sums: whoever writes those of a channel has
-        read its sums before.
-        """
+        """``y`` and moments [2C + 1] float64: [mean | invstd | n]. Moves the running statistics."""
         if _current_graph_task_id() != -1:
             # Inside a backward pass: a recomputation (checkpointing), whose batch has been counted.
             running_mean = running_var = num_batches_tracked = None
         y = empty_like(x)
-        moments = sums if x.is_cpu and self._op is _C else empty_like(sums)
+        moments = empty_like(sums)
         self._op.normalize(
             x,
             weight,
@@ -128,7 +124,11 @@ class _Kernels(Ops):
         momentum: float | None,
         eps: float,
     ) -> tuple[Tensor, Tensor]:
-        """``normalize(x, ..., sums=statistics(x), ...)``."""
+        """``normalize(x, ..., sums=statistics(x), ...)``.
+
+        The CPU's kernel may write the moments over the sums: whoever writes those of a channel has
+        read its sums before.
+        """
         if _current_graph_task_id() != -1:
             running_mean = running_var = num_batches_tracked = None
         moments = sums = x.new_empty(2 * x.shape[1] + 1, dtype=_float64)
@@ -215,7 +215,6 @@ class _Dispatched(Ops):
         sums: Tensor,
         *rest: Any,
     ) -> tuple[Tensor, Tensor]:
-        sums = sums.clone() if sums.is_cpu else sums  # no op returns its argument
         return super().normalize(_dense(x), _contiguous(weight), _contiguous(bias), sums, *rest)
 
     def backward_reduce(
