@@ -4,7 +4,7 @@
 
 channels_last, bfloat16 autocast. Both synchronized layers communicate, through an NCCL group of one
 rank: two collectives per layer. Eager, and as a captured CUDA graph; milliseconds, medians; peak
-memory of the eager step.
+memory of an eager step beside model, optimizer and input.
 """
 
 from __future__ import annotations
@@ -61,34 +61,55 @@ def make_step(convert: Callable[[nn.Module], nn.Module], batch: int) -> Callable
     return step
 
 
-def milliseconds(step: Callable[[], object], count: int) -> float:
-    times = []
+def alternate(steps: dict[str, Callable[[], object]], count: int) -> dict[str, float]:
+    """Median milliseconds; the layers take turns, so that the host's moods meet all of them."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(count):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1000
-
-
-def measure(convert: Callable[[nn.Module], nn.Module], batch: int) -> dict[str, float]:
-    gc.collect()
-    before = torch.cuda.memory_allocated()
-    step = make_step(convert, batch)
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(4):
+        for name, step in steps.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
             step()
-    torch.cuda.synchronize()
+            torch.cuda.synchronize()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(t) * 1000 for name, t in times.items()}
+
+
+def peak_mib(step: Callable[[], object]) -> float:
+    """What a step needs beside what is there before it."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    eager = milliseconds(step, 15)
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    graph.replay()
-    return {"eager_ms": eager, "graph_ms": milliseconds(graph.replay, 15), "peak_mib": peak}
+    step()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def measure(batch: int) -> list[dict]:
+    steps = {name: make_step(convert, batch) for name, convert in LAYERS.items()}
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for step in steps.values():
+            for _ in range(4):
+                step()
+    torch.cuda.synchronize()
+    peak = {name: peak_mib(step) for name, step in steps.items()}
+    eager = alternate(steps, 25)
+    graphs = {}
+    for name, step in steps.items():
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            step()
+        graphs[name].replay()
+    graph = alternate({name: g.replay for name, g in graphs.items()}, 25)
+    return [
+        {
+            "batch": batch,
+            "layer": name,
+            "eager_ms": eager[name],
+            "graph_ms": graph[name],
+            "peak_mib": peak[name],
+        }
+        for name in steps
+    ]
 
 
 def main() -> None:
@@ -104,18 +125,16 @@ def main() -> None:
     print("batch  layer                eager ms   x   graph ms   x   peak MiB")
     results = []
     for batch in options.batches:
-        local: dict[str, float] = {}
-        for name, convert in LAYERS.items():
-            row = measure(convert, batch)
-            local = local or row
-            results.append({"batch": batch, "layer": name, **row})
+        rows = measure(batch)
+        results += rows
+        for row in rows:
             print(
-                f"{batch:5}  {name:18} {row['eager_ms']:10.2f} "
-                f"{row['eager_ms'] / local['eager_ms']:5.2f} {row['graph_ms']:8.2f} "
-                f"{row['graph_ms'] / local['graph_ms']:5.2f} {row['peak_mib']:9.0f}",
+                f"{batch:5}  {row['layer']:18} {row['eager_ms']:10.2f} "
+                f"{row['eager_ms'] / rows[0]['eager_ms']:5.2f} {row['graph_ms']:8.2f} "
+                f"{row['graph_ms'] / rows[0]['graph_ms']:5.2f} {row['peak_mib']:9.0f}",
                 flush=True,
             )
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
     with open(options.json, "w") as file:
         json.dump(results, file, indent=1)
     dist.destroy_process_group()

@@ -65,11 +65,12 @@ def double(t):
     return None if t is None else t.detach().to(torch.float64)
 
 
-def assert_near(actual, expected, scale=None, computed_in=None, message=""):
+def assert_near(actual, expected, scale=None, computed_in=None, message="", roundings=1):
     """``actual`` is the float64 ``expected``, rounded once to its dtype.
 
     Before that it was computed with an error of 1e-5 (1e-12 for float64) of ``scale``: the size of
     what was added up, by default the largest value. NaN and infinities are where they are expected.
+    ``roundings`` is 2 where ``expected`` has been rounded to that dtype too.
     """
     assert actual.shape == expected.shape, f"{message}: {actual.shape}, not {expected.shape}"
     computed_in = computed_in or actual.dtype
@@ -83,7 +84,7 @@ def assert_near(actual, expected, scale=None, computed_in=None, message=""):
     if scale is None:
         scale = e.abs().max() if e.numel() else 0.0
     scale = torch.as_tensor(scale, dtype=torch.float64).cpu()
-    bound = 1.01 * relative * e.abs() + smallest + arithmetic * scale
+    bound = roundings * (1.01 * relative * e.abs() + smallest) + arithmetic * scale
     excess = ((a - e).abs() - bound).nan_to_num(torch.inf)
     if bool((excess > 0).any()):
         worst = int(excess.argmax())

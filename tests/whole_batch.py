@@ -58,20 +58,25 @@ def unrows(rows, like):
     return rows.view(shape).movedim(-1, 1)
 
 
+def exact(t):
+    """float64 on the CPU, from whatever device."""
+    return None if t is None else double(t).cpu()
+
+
 def run_whole(xs, dys, weight=None, bias=None, running=None, momentum=0.1, eps=1e-5):
     """What ``run_part`` is to return on each rank: PyTorch's batch_norm on all rows, in float64."""
-    x = torch.cat([rows(double(x)) for x in xs]).requires_grad_()
-    dy = torch.cat([rows(double(dy)) for dy in dys])
+    x = torch.cat([rows(exact(x)) for x in xs]).requires_grad_()
+    dy = torch.cat([rows(exact(dy)) for dy in dys])
     channels = x.shape[1]
     if running is None:
         running = torch.zeros(channels), torch.ones(channels)
-    running_mean, running_var = (double(v).clone() for v in running)
+    running_mean, running_var = (exact(v).clone() for v in running)
     first = 1.0 if momentum is None else momentum
-    y = F.batch_norm(x, running_mean, running_var, double(weight), double(bias), True, first, eps)
+    y = F.batch_norm(x, running_mean, running_var, exact(weight), exact(bias), True, first, eps)
     (dx,) = torch.autograd.grad(y, x, dy)
     xhat = F.batch_norm(x.detach(), None, None, None, None, True, 0.0, eps)
     factor = (x.detach().var(0, correction=0) + eps).rsqrt()
-    factor = factor if weight is None else factor * double(weight).abs()
+    factor = factor if weight is None else factor * exact(weight).abs()
     sizes = [x.numel() // channels for x in xs]
     results = []
     split = zip(*(t.detach().split(sizes) for t in (y, dx, xhat, dy)), strict=True)

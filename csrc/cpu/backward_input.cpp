@@ -16,6 +16,13 @@ struct Gradient {
   const T* x;   // [outer, C, inner]
   T* dx;        // [outer, C, inner]
 
+  template <int kLocality>
+  SYNCBN_INLINE void prefetch(int64_t i) const {
+    __builtin_prefetch(dy + i, 0, kLocality);
+    __builtin_prefetch(x + i, 0, kLocality);
+    if (kLocality == 3) __builtin_prefetch(dx + i, 1, kLocality);
+  }
+
   template <class Lanes>
   SYNCBN_INLINE void apply(int64_t i, const Vec<T>* parameters, Lanes lanes) const {
     const Vec<T> deviation = load(x + i, lanes) - parameters[0];

@@ -25,7 +25,7 @@ SYNCBN_INLINE void each_vector(int64_t cols, const Step& step) {
 
 // Calls step(row, group) for groups of adjacent rows that are worked on together, so that what is
 // kept per column is loaded once for all: `group`, a constant, is kShort, kLong or 1. The CPU's own
-// prefetching cannot follow several long rows side by side: kLong is 1, or step prefetches.
+// prefetching cannot follow several long rows side by side: step prefetches.
 template <class T, int kShort, int kLong, class Step>
 SYNCBN_INLINE void each_row_group(int64_t rows, int64_t cols, const Step& step) {
   constexpr int64_t kShortBytes = 256;
@@ -36,6 +36,18 @@ SYNCBN_INLINE void each_row_group(int64_t rows, int64_t cols, const Step& step) 
     for (; row + kLong <= rows; row += kLong) step(row, std::integral_constant<int, kLong>{});
   }
   for (; row < rows; ++row) step(row, std::integral_constant<int, 1>{});
+}
+
+// While a vector of each of kRows rows is worked on: as much of the group of rows after them, in
+// the order of memory, and of the group after that, a step earlier into a cache further out.
+template <int kRows, class Op>
+SYNCBN_INLINE void prefetch_rows(const Op& op, int64_t next, int64_t group) {
+  using T = typename Op::Storage;
+  constexpr int kLine = 64 / sizeof(T);
+  for (int i = 0; i < kRows * kLanes<T>; i += kLine) {
+    op.template prefetch<2>(next + group + i);
+    op.template prefetch<3>(next + i);
+  }
 }
 
 // Gives every column of a block by column the value of its channel: [channels] -> [cols].

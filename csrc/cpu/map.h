@@ -5,6 +5,7 @@
 //
 //     using Storage                 storage type of the tensors
 //     kParameters                   how many parameters a channel has
+//     prefetch<kLocality>(i)        fetches the cache lines at element i
 //     apply(i, parameters, lanes)   computes the elements from i on; parameters: kParameters
 //     vectors
 #pragma once
@@ -36,11 +37,16 @@ SYNCBN_INLINE void map_plane_block(const Op& op, const Block& block, int64_t cha
   }
 }
 
+constexpr int kManyRows = 4;  // long rows worked on together
+
 template <int kRows, class Op, class A>
 SYNCBN_INLINE void map_rows(const Op& op, int64_t offset, int64_t cols, int64_t stride,
                             const A (*parameters)[kMaxColumns]) {
   using T = typename Op::Storage;
   each_vector<T>(cols, [&](int64_t col, int, auto lanes) SYNCBN_INLINE_LAMBDA {
+    if constexpr (kRows == kManyRows) {
+      prefetch_rows<kRows>(op, offset + kRows * stride + col * kRows, kRows * stride);
+    }
     Vec<T> own[Op::kParameters];
     for (int k = 0; k < Op::kParameters; ++k) own[k] = load(parameters[k] + col, AllLanes<T>{});
     for (int row = 0; row < kRows; ++row) op.apply(offset + row * stride + col, own, lanes);
@@ -55,7 +61,7 @@ SYNCBN_INLINE void map_column_block(const Op& op, const Block& block, int64_t ch
   for (int k = 0; k < Op::kParameters; ++k) {
     expand(block, inner, parameters + k * channels + block.channel, expanded[k]);
   }
-  each_row_group<typename Op::Storage, 2, 1>(
+  each_row_group<typename Op::Storage, 2, kManyRows>(
       block.rows, block.cols, [&](int64_t row, auto group) SYNCBN_INLINE_LAMBDA {
         map_rows<group>(op, block.offset + row * block.stride, block.cols, block.stride, expanded);
       });

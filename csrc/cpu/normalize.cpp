@@ -18,6 +18,12 @@ struct Affine {
   const T* x;  // [outer, C, inner]
   T* y;        // [outer, C, inner]
 
+  template <int kLocality>
+  SYNCBN_INLINE void prefetch(int64_t i) const {
+    __builtin_prefetch(x + i, 0, kLocality);
+    if (kLocality == 3) __builtin_prefetch(y + i, 1, kLocality);
+  }
+
   template <class Lanes>
   SYNCBN_INLINE void apply(int64_t i, const Vec<T>* parameters, Lanes lanes) const {
     const Vec<T> deviation = load(x + i, lanes) - parameters[0];

@@ -119,18 +119,6 @@ struct ColumnSums {
   double b[kMaxColumns];
 };
 
-// While a vector of each of kRows rows is worked on: as much of the group of rows after them, in
-// the order of memory, and of the group after that, a step earlier into a cache further out.
-template <int kRows, class Op>
-SYNCBN_INLINE void prefetch_rows(const Op& op, int64_t next, int64_t group) {
-  using T = typename Op::Storage;
-  constexpr int kLine = 64 / sizeof(T);
-  for (int i = 0; i < kRows * kLanes<T>; i += kLine) {
-    op.template prefetch<2>(next + group + i);
-    op.template prefetch<3>(next + i);
-  }
-}
-
 template <int kRows, class Op, class A>
 SYNCBN_INLINE void add_rows(const Op& op, int64_t offset, int64_t cols, int64_t stride,
                             ColumnSums<A>& sums) {

@@ -33,8 +33,8 @@ __global__ __launch_bounds__(A::kThreads, A::kBlocksPerSM) void backward_input_k
 #pragma unroll
     for (int u = 0; u < kSteps; ++u) {
       const Span span = walk.at_from_end(step + u * walk.stride);
-      walk.load(dy, span, pack_dy[u]);
-      walk.load(x, span, pack_x[u]);
+      walk.load(dy, span, pack_dy[u], true);
+      walk.load(x, span, pack_x[u], true);
     }
   };
   wait_for_previous();

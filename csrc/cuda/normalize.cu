@@ -62,7 +62,7 @@ __global__ __launch_bounds__(A::kThreads, A::kBlocksPerSM) void normalize_kernel
 #pragma unroll
     for (int u = 0; u < kSteps; ++u) {
       const Span span = walk.at_from_end(step + u * walk.stride);
-      walk.load(x, span, pack[u]);
+      walk.load(x, span, pack[u], true);
     }
   };
   load(walk.first);  // under way while the coefficients are computed

@@ -62,16 +62,17 @@ struct Pack {
     memcpy(value, &bits, sizeof(bits));
   }
 
-  // The same, for what will have left the L2 cache before it is read again: let it leave first.
+  // The same, for what is not read again while the L2 cache holds it: let it leave first.
   __device__ void load_once(const T* p) {
     const bits_t bits = __ldcs(reinterpret_cast<const bits_t*>(p));
     memcpy(value, &bits, sizeof(bits));
   }
 
+  // What is written must not push what is still to be read out of the L2 cache: let it leave first.
   __device__ void store(T* p) const {
     bits_t bits;
     memcpy(&bits, value, sizeof(bits));
-    *reinterpret_cast<bits_t*>(p) = bits;
+    __stcs(reinterpret_cast<bits_t*>(p), bits);
   }
 };
 
