@@ -96,7 +96,7 @@ def two_ranks(rank: int, meeting_point: str) -> None:
     group_us, alone_us, collectives_us = (
         t / LAYERS
         for t in alternate(
-            [in_group, partial(step, alone, x, dy), partial(collectives, *sums)], turn=1, turns=300
+            [in_group, partial(step, alone, x, dy), partial(collectives, *sums)], rounds=30
         )
     )
     inside_us = statistics.median(inside) / LAYERS

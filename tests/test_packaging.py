@@ -274,13 +274,13 @@ def test_check_trains_on_every_device():
 
 def test_check_fails_where_a_kernel_is_wrong(monkeypatch, capsys):
     """The self-test notices one wrong gradient."""
-    right = _C.backward_input
+    right = _C.backward
 
-    def wrong(dy, x, weight, moments, sums_dy, dx):
-        right(dy, x, weight, moments, sums_dy, dx)
+    def wrong(dy, x, weight, moments, sums_dy, dweight, dbias, dx, workspace):
+        right(dy, x, weight, moments, sums_dy, dweight, dbias, dx, workspace)
         dx.view(-1)[0] *= 1.5
 
-    monkeypatch.setattr(_C, "backward_input", wrong)
+    monkeypatch.setattr(_C, "backward", wrong)
     monkeypatch.setattr(sys, "argv", ["syncbn", "check"])
     assert command_line.main() == 1
     assert "check cpu: gradient of the input" in capsys.readouterr().out

@@ -126,8 +126,8 @@ class _Kernels(Ops):
     ) -> tuple[Tensor, Tensor]:
         """``normalize(x, ..., sums=statistics(x), ...)``.
 
-        On the CPU the moments take the place of the sums: there, whoever writes those of a channel
-        has read its sums before.
+        The CPU's kernel may write the moments over the sums: whoever writes those of a channel has
+        read its sums before.
         """
         if _current_graph_task_id() != -1:
             running_mean = running_var = num_batches_tracked = None
