@@ -3,6 +3,7 @@
 #   make demo     train on real images in two processes; table and demo.png
 #   make test     the test suite against the installed wheel
 #   make lint     ruff, mypy, clang-format
+#   make example  replicas in threads, on the CPU
 #   make bench    CPU kernels, host time and import time against PyTorch's
 #   make gpu-test build, tests and sanitizers on a machine with a GPU, in its own Python
 
@@ -18,7 +19,7 @@ READY := $(VENV)/.ready
 INSTALLED := $(VENV)/.installed
 group = $(BIN)/pip install -q --group $(1)
 
-.PHONY: demo test lint format bench wheel sdist gpu-test clean
+.PHONY: demo test example lint format bench wheel sdist gpu-test clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -50,6 +51,9 @@ demo: $(VENV)/.demo
 test: $(INSTALLED)
 	SYNCBN_WHEEL="$$(ls dist/syncbn-*.whl)" $(BIN)/python -m pytest
 
+example: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python examples/data_parallel.py
+
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -65,6 +69,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/python benchmarks/host.py
 	$(BIN)/python benchmarks/import_time.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/replicas.py
 
 gpu-test:
 	bash tests/gpu.sh

@@ -170,7 +170,11 @@ def _train_and_measure(steps):
 
 
 def test_case_29_memory_stays_flat():
-    """pytorch-syncbn#1, #5, gluon-cv#1298: on two ranks"""
+    """pytorch-syncbn#1, #5, gluon-cv#1298: on two ranks
+
+    One tensor left behind per step would be 300, and 19 MiB if it is the smallest vector; the
+    allocator by itself takes up to 5 MiB.
+    """
     for growth, tensors in run_ranks(2, _train_and_measure, 300):
-        assert tensors <= 0
-        assert growth < 4 << 20, f"{growth / (1 << 20):.1f} MiB more after 300 steps"
+        assert tensors < 10
+        assert growth < 10 << 20, f"{growth / (1 << 20):.1f} MiB more after 300 steps"

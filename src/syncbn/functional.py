@@ -172,10 +172,8 @@ class _BatchNorm(torch.autograd.Function):
         return dx, dweight, dbias, None
 
 
-# Without what Function.apply does for torch.func, and its counterpart in the backward pass for
-# functions that are written in other ways: 1.3 us of 30.
+# Without what Function.apply does for torch.func: 0.7 us of 30.
 _apply = super(torch.autograd.Function, _BatchNorm).apply
-_BatchNorm._backward_cls.apply = _BatchNorm.backward  # type: ignore[attr-defined]
 
 
 class _AllReduce(torch.autograd.Function):
