@@ -90,8 +90,11 @@ def batchnorm2d_sync(
         check, apply = KERNELS.check, _apply
     ready = check(x, weight, bias, running_mean, running_var, num_batches_tracked, momentum)
     if not training:
-        # F.batch_norm takes local statistics only where it is told that it trains.
+        # F.batch_norm takes local statistics only where it is told that it trains, and on CUDA it
+        # has no backward for a bias without a weight.
         local = running_mean is None
+        if weight is None and bias is not None:
+            weight = torch.ones_like(bias)
         return F.batch_norm(x, running_mean, running_var, weight, bias, local, 0.0, eps)
     if ops is REFERENCE and functorch_active():
         raise RuntimeError(

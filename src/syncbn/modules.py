@@ -6,7 +6,6 @@ from copy import deepcopy
 from typing import Any
 
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.parameter import is_lazy
@@ -14,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from ._options import OPTIONS, Initializer, Options, channels_second
 from .functional import batchnorm2d_sync
 from .sync import Exchange, Replica
+from .sync.local import LOCAL
 from .sync.replicas import take_part
 
 __all__ = [
@@ -99,15 +99,15 @@ class Synchronized(Options):
         return self._normalize(x)
 
     def _normalize(self, x: Tensor) -> Tensor:
+        trains = self.training
         if self.frozen:
             if self.running_mean is None:
                 raise ValueError(
                     "frozen: expected running statistics, got track_running_stats=False"
                 )
-            return F.batch_norm(
-                x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
-            )
-        if not (self.training and self.sync):
+            trains = False
+        elif not (trains and self.sync) and (self.bias is None or self.weight is not None):
+            # PyTorch's own forward, which on CUDA has no backward for a bias without a weight.
             return super().forward(x)
         # Straight from the dictionaries: attribute access of a module costs 0.6 us each. Replicas
         # and parametrized modules keep their tensors elsewhere.
@@ -125,8 +125,8 @@ class Synchronized(Options):
             bias,
             running_mean,
             running_var,
-            self.process_group,
-            True,
+            self.process_group if self.sync else LOCAL,
+            trains,
             self.momentum,
             self.eps,
             num_batches_tracked,

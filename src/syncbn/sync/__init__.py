@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch.distributed as dist
+from torch.compiler import is_compiling
 
 from .exchange import Exchange
 from .local import LOCAL, Local
@@ -37,7 +38,10 @@ def exchange_for(group: dist.ProcessGroup | Exchange | None) -> Exchange:
         TypeError: ``group`` is something else.
     """
     if group is None:
-        group = dist.GroupMember.WORLD if _AVAILABLE else None
+        # To a compiler of PyTorch 2.11 WORLD is a process group even where there is none.
+        if not _AVAILABLE or (is_compiling() and not dist.is_initialized()):
+            return LOCAL
+        group = dist.GroupMember.WORLD
         if group is None:
             return LOCAL
     elif isinstance(group, Exchange):
