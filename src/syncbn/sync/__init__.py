@@ -38,11 +38,10 @@ def exchange_for(group: dist.ProcessGroup | Exchange | None) -> Exchange:
         TypeError: ``group`` is something else.
     """
     if group is None:
-        # To a compiler of PyTorch 2.11 WORLD is a process group even where there is none.
-        if not _AVAILABLE or (is_compiling() and not dist.is_initialized()):
-            return LOCAL
-        group = dist.GroupMember.WORLD
-        if group is None:
+        group = dist.GroupMember.WORLD if _AVAILABLE else None
+        # A compiler guards its graph by what it read of WORLD, which to that of PyTorch 2.11 is a
+        # process group even where there is none.
+        if group is None or (is_compiling() and not dist.is_initialized()):
             return LOCAL
     elif isinstance(group, Exchange):
         return group
