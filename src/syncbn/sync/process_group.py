@@ -63,8 +63,7 @@ def create_process_group(group_size: int) -> dist.ProcessGroup:
     """Splits the world into groups of ``group_size`` consecutive ranks and returns this rank's.
 
     For ``convert_model(model, process_group)``: statistics are then shared inside each group. A
-    collective
-    call: every rank of the default group makes it, with the same ``group_size``.
+    collective call: every rank of the default group makes it, with the same ``group_size``.
 
     Args:
         group_size: ranks per group; divides the world size.
