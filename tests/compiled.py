@@ -35,8 +35,8 @@ def train(forward, model, batches, autocast=None):
             y = forward(x)
         (y.float().square().mean() + y.float().sin().mean()).backward()
         optimizer.step()
-        outputs.append(y.detach())
-    gradients = {name: p.grad for name, p in model.named_parameters()}
+        outputs.append(y.detach().clone())  # a CUDA graph writes over its outputs
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     state = {name: v.detach().clone() for name, v in model.state_dict().items()}
     return outputs, gradients, state
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -80,7 +81,8 @@ def test_models_of_half(dtype):
 def _shard(mixed):
     model, plain = network(), network()
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else None
-    options = {"mp_policy": policy} if mixed else {}
+    mesh = init_device_mesh("cpu", (2,))  # by default of the GPUs, where there are some
+    options = {"mesh": mesh, **({"mp_policy": policy} if mixed else {})}
     for m in model[1], model[3]:
         fully_shard(m, **options)
     fully_shard(model, **options)

@@ -33,8 +33,8 @@ __global__ __launch_bounds__(A::kThreads, A::kBlocksPerSM) void backward_input_k
 #pragma unroll
     for (int u = 0; u < kSteps; ++u) {
       const Span span = walk.at_from_end(step + u * walk.stride);
-      walk.load(dy, span, pack_dy[u], true);
-      walk.load(x, span, pack_x[u], true);
+      walk.load(dy, span, pack_dy[u], once());
+      walk.load(x, span, pack_x[u], once());
     }
   };
   wait_for_previous();
@@ -43,7 +43,7 @@ __global__ __launch_bounds__(A::kThreads, A::kBlocksPerSM) void backward_input_k
   struct Coefficients {
     acc rounded, a, b, c;
   };
-  __shared__ Coefficients shared[A::kMapChannels];
+  __shared__ Coefficients shared[A::kChannels];
   if (threadIdx.x < walk.entries()) {
     const uint32_t channel = walk.channel(threadIdx.x);
     if (channel < plan.channels) {
@@ -64,9 +64,12 @@ __global__ __launch_bounds__(A::kThreads, A::kBlocksPerSM) void backward_input_k
 #pragma unroll
   for (int s = 0; s < A::kSlots; ++s) k[s] = shared[walk.entry(s)];
 
-  for (uint32_t step = walk.first; step < walk.count;) {
+  const auto apply = [&](uint32_t step, auto exist) {
 #pragma unroll
     for (int u = 0; u < kSteps; ++u) {
+      const Span span = walk.at_from_end(step + u * walk.stride);
+      walk.complete(dy, span, pack_dy[u]);
+      walk.complete(x, span, pack_x[u]);
       acc wide[A::kPack];
 #pragma unroll
       for (int j = 0; j < A::kPack; ++j) {
@@ -75,11 +78,16 @@ __global__ __launch_bounds__(A::kThreads, A::kBlocksPerSM) void backward_input_k
         wide[j] = kj.a * widen(pack_dy[u].value[j]) + (kj.b * d + kj.c);
       }
       narrow(wide, pack_x[u]);
-      walk.store(dx, walk.at_from_end(step + u * walk.stride), pack_x[u]);
+      walk.template store<exist.value>(dx, span, pack_x[u]);
     }
+  };
+  uint32_t step = walk.first;
+  while (walk.template is_whole<kSteps>(step)) {
+    apply(step, std::true_type{});
     step += kSteps * walk.stride;
     load(step);
   }
+  apply(step, std::false_type{});
   let_next_start();
 }
 
@@ -89,15 +97,14 @@ void backward_input(const BackwardInput& op, const Execution& where) {
   const char* name = "backward_input";
   if (op.layout.size() == 0) return;
   const DeviceGuard guard(name, where.device);
-  with_access(
-      op.dtype, op.layout, {op.dy, op.x, op.dx}, [&](auto access, const Alignment& alignment) {
-        using A = decltype(access);
-        using T = typename A::T;
-        const Plan plan = elementwise_plan<A>(name, op.layout, alignment, where.device);
-        launch(name, backward_input_kernel<A>, plan.blocks(), A::kThreads, where,
-               static_cast<const T*>(op.dy), static_cast<const T*>(op.x), op.weight, op.moments,
-               static_cast<const typename A::acc*>(op.sums_dy), static_cast<T*>(op.dx), plan);
-      });
+  with_access(op.dtype, op.layout, {op.dy, op.x, op.dx}, [&](auto access, uint32_t misalignment) {
+    using A = decltype(access);
+    using T = typename A::T;
+    const Plan plan = elementwise_plan<A>(name, op.layout, misalignment, where.device);
+    launch(name, backward_input_kernel<A>, plan.blocks(), A::kThreads, where,
+           static_cast<const T*>(op.dy), static_cast<const T*>(op.x), op.weight, op.moments,
+           static_cast<const typename A::acc*>(op.sums_dy), static_cast<T*>(op.dx), plan);
+  });
 }
 
 }  // namespace syncbn::cuda

@@ -27,12 +27,12 @@ __global__ __launch_bounds__(A::kThreads, A::kBlocksPerSM) void backward_reduce_
   typename A::pack_t pack_dy[kSteps];
   typename A::pack_t pack_x[kSteps];
   const auto load = [&](uint32_t step) {
-    const bool once = step < plan.once;
+    const Caching caching = step < plan.once ? once() : keep();
 #pragma unroll
     for (int u = 0; u < kSteps; ++u) {
       span[u] = walk.at(step + u * walk.stride);
-      walk.load(dy, span[u], pack_dy[u], once);
-      walk.load(x, span[u], pack_x[u], once);
+      walk.load(dy, span[u], pack_dy[u], caching);
+      walk.load(x, span[u], pack_x[u], caching);
     }
   };
   wait_for_previous();
@@ -40,8 +40,8 @@ __global__ __launch_bounds__(A::kThreads, A::kBlocksPerSM) void backward_reduce_
   struct Channel {
     double rest, invstd;
   };
-  __shared__ Channel channels[A::kReduceChannels];
-  __shared__ acc rounded[A::kReduceChannels];
+  __shared__ Channel channels[A::kChannels];
+  __shared__ acc rounded[A::kChannels];
   if (threadIdx.x < walk.entries()) {
     const uint32_t c = walk.channel(threadIdx.x);
     if (c < plan.channels) {
@@ -56,22 +56,28 @@ __global__ __launch_bounds__(A::kThreads, A::kBlocksPerSM) void backward_reduce_
   Sums<acc, A::kSlots> sum{};
 #pragma unroll
   for (int s = 0; s < A::kSlots; ++s) mean[s] = rounded[walk.entry(s)];
-  for (uint32_t step = walk.first; step < walk.count;) {
+  const auto add = [&](auto exist) {
 #pragma unroll
     for (int u = 0; u < kSteps; ++u) {
-      if (walk.is_empty(span[u])) continue;
+      walk.complete(dy, span[u], pack_dy[u]);
+      walk.complete(x, span[u], pack_x[u]);
 #pragma unroll
       for (int j = 0; j < A::kPack; ++j) {
-        if (!walk.has(span[u], j)) continue;
         const int s = A::slot(j);
-        const acc d = widen(pack_dy[u].value[j]);
+        const bool has = walk.template has<exist.value>(span[u], j);
+        const acc d = has ? widen(pack_dy[u].value[j]) : acc{0};
         sum.a[s] += d;
-        sum.b[s] += d * (widen(pack_x[u].value[j]) - mean[s]);
+        sum.b[s] += has ? d * (widen(pack_x[u].value[j]) - mean[s]) : acc{0};
       }
     }
+  };
+  uint32_t step = walk.first;
+  while (walk.template is_whole<kSteps>(step)) {
+    add(std::true_type{});
     step += kSteps * walk.stride;
     load(step);
   }
+  add(std::false_type{});
 
   reduce(plan, walk, sum, partials, [&](uint32_t entry, const Pair& total) {
     const uint32_t c = walk.channel(entry);
@@ -106,10 +112,10 @@ void backward_reduce(const BackwardReduce& op, const Execution& where) {
     return;
   }
   const Partials partials = partials_of(name, op.workspace);
-  with_access(op.dtype, op.layout, {op.dy, op.x}, [&](auto access, const Alignment& alignment) {
+  with_access(op.dtype, op.layout, {op.dy, op.x}, [&](auto access, uint32_t misalignment) {
     using A = decltype(access);
     using T = typename A::T;
-    const Plan plan = reduction_plan<A>(name, op.layout, alignment, 2, where.device);
+    const Plan plan = reduction_plan<A>(name, op.layout, misalignment, 2, where.device);
     launch(name, backward_reduce_kernel<A>, plan.blocks(), A::kThreads, where,
            static_cast<const T*>(op.dy), static_cast<const T*>(op.x), op.moments,
            static_cast<typename A::acc*>(op.sums_dy), op.dweight, op.dbias, plan, partials);

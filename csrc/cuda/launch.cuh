@@ -89,8 +89,9 @@ void launch(const char* op, void (*kernel)(Parameters...), uint32_t blocks, uint
   check(op, cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...));
 }
 
-// Calls launch(Access<...>{}, alignment) with the access that dtype, layout and the addresses of
-// all tensors [outer, C, inner] of the op allow.
+// Calls launch(Access<...>{}, misalignment) with the access that dtype, layout and the addresses of
+// all tensors [outer, C, inner] of the op allow, and the elements by which these addresses lie
+// behind multiples of 16 bytes.
 template <typename Launch>
 void with_access(DType dtype, const Layout& layout, std::initializer_list<const void*> tensors,
                  Launch launch) {
@@ -101,13 +102,14 @@ void with_access(DType dtype, const Layout& layout, std::initializer_list<const 
     const uintptr_t first = address(*tensors.begin());
     bool alike = first % sizeof(T) == 0;
     for (const void* tensor : tensors) alike = alike && address(tensor) == first;
-    const Alignment alignment{static_cast<uint32_t>(alike ? first / sizeof(T) : 0), alike};
+    const auto misalignment = static_cast<uint32_t>(first / sizeof(T));
     const bool inner = layout.inner > 1;
     const bool whole = alike && first == 0 && (inner ? layout.inner : layout.channels) % kPack == 0;
-    if (inner && whole) launch(Access<T, true, true>{}, alignment);
-    if (inner && !whole) launch(Access<T, true, false>{}, alignment);
-    if (!inner && whole) launch(Access<T, false, true>{}, alignment);
-    if (!inner && !whole) launch(Access<T, false, false>{}, alignment);
+    if (inner && whole) return launch(Access<T, true, Packs::whole>{}, misalignment);
+    if (inner && alike) return launch(Access<T, true, Packs::partial>{}, misalignment);
+    if (inner) return launch(Access<T, true, Packs::single>{}, misalignment);
+    if (whole) return launch(Access<T, false, Packs::whole>{}, misalignment);
+    return launch(Access<T, false, Packs::single>{}, misalignment);
   };
   switch (dtype) {
     case DType::float32:
@@ -137,27 +139,26 @@ inline Partials partials_of(const char* op, const Workspace& workspace) {
 
 // `tensors`: how many the kernel reads.
 template <typename A>
-Plan reduction_plan(const char* op, const Layout& layout, const Alignment& alignment, int tensors,
+Plan reduction_plan(const char* op, const Layout& layout, uint32_t misalignment, int tensors,
                     int device) {
   const Device facts = device_facts(op, device);
   const uint32_t slots = A::kBlocksPerSM * facts.multiprocessors;
-  Plan plan = make_plan<A>(layout, alignment, {op, A::kReduceWidth, slots, 2, 0, kMostPairs});
+  Plan plan = make_plan<A>(layout, misalignment, {op, slots, 2, 0, kMostPairs});
   // The next pass begins at the end of the tensors. Half of the L2 cache is kept for that end, by
-  // reading what comes before so that it leaves the cache first; one block reads that as early as
-  // another where all run at once.
+  // reading what comes before so that it leaves the cache first. Where not all blocks run at once,
+  // none knows what is read last.
   const double bytes = static_cast<double>(tensors) * layout.size() * sizeof(typename A::T);
   const double kept = facts.l2_bytes / 2 / bytes;
   if (kept < 1 && plan.blocks() <= slots) {
-    plan.once = static_cast<uint32_t>((1 - kept) * plan.per_split);
+    plan.once = static_cast<uint32_t>((1 - kept) * plan.per_section);
   }
   return plan;
 }
 
 template <typename A>
-Plan elementwise_plan(const char* op, const Layout& layout, const Alignment& alignment,
-                      int device) {
+Plan elementwise_plan(const char* op, const Layout& layout, uint32_t misalignment, int device) {
   const uint32_t slots = A::kBlocksPerSM * device_facts(op, device).multiprocessors;
-  return make_plan<A>(layout, alignment, {op, A::kMapWidth, slots, 6, 1, 0});
+  return make_plan<A>(layout, misalignment, {op, slots, 6, 1, 0});
 }
 
 }  // namespace syncbn::cuda

@@ -62,7 +62,7 @@ __global__ __launch_bounds__(A::kThreads, A::kBlocksPerSM) void normalize_kernel
 #pragma unroll
     for (int u = 0; u < kSteps; ++u) {
       const Span span = walk.at_from_end(step + u * walk.stride);
-      walk.load(x, span, pack[u], true);
+      walk.load(x, span, pack[u], once());
     }
   };
   load(walk.first);  // under way while the coefficients are computed
@@ -70,7 +70,7 @@ __global__ __launch_bounds__(A::kThreads, A::kBlocksPerSM) void normalize_kernel
   struct Coefficients {
     acc rounded, scale, shift;
   };
-  __shared__ Coefficients shared[A::kMapChannels];
+  __shared__ Coefficients shared[A::kChannels];
   if (threadIdx.x < walk.entries()) {
     const uint32_t c = walk.channel(threadIdx.x);
     if (c < plan.channels) {
@@ -87,9 +87,11 @@ __global__ __launch_bounds__(A::kThreads, A::kBlocksPerSM) void normalize_kernel
 #pragma unroll
   for (int s = 0; s < A::kSlots; ++s) k[s] = shared[walk.entry(s)];
 
-  for (uint32_t step = walk.first; step < walk.count;) {
+  const auto apply = [&](uint32_t step, auto exist) {
 #pragma unroll
     for (int u = 0; u < kSteps; ++u) {
+      const Span span = walk.at_from_end(step + u * walk.stride);
+      walk.complete(x, span, pack[u]);
       acc wide[A::kPack];
 #pragma unroll
       for (int j = 0; j < A::kPack; ++j) {
@@ -97,11 +99,16 @@ __global__ __launch_bounds__(A::kThreads, A::kBlocksPerSM) void normalize_kernel
         wide[j] = (widen(pack[u].value[j]) - kj.rounded) * kj.scale + kj.shift;
       }
       narrow(wide, pack[u]);
-      walk.store(y, walk.at_from_end(step + u * walk.stride), pack[u]);
+      walk.template store<exist.value>(y, span, pack[u]);
     }
+  };
+  uint32_t step = walk.first;
+  while (walk.template is_whole<kSteps>(step)) {
+    apply(step, std::true_type{});
     step += kSteps * walk.stride;
     load(step);
   }
+  apply(step, std::false_type{});
   let_next_start();
 }
 
@@ -110,9 +117,9 @@ __global__ __launch_bounds__(A::kThreads, A::kBlocksPerSM) void normalize_kernel
 void normalize(const Normalize& op, const Execution& where) {
   const char* name = "normalize";
   const DeviceGuard guard(name, where.device);
-  with_access(op.dtype, op.layout, {op.x, op.y}, [&](auto access, const Alignment& alignment) {
+  with_access(op.dtype, op.layout, {op.x, op.y}, [&](auto access, uint32_t misalignment) {
     using A = decltype(access);
-    const Plan plan = elementwise_plan<A>(name, op.layout, alignment, where.device);
+    const Plan plan = elementwise_plan<A>(name, op.layout, misalignment, where.device);
     const uint32_t more = channel_blocks(op, A::kThreads);
     launch(name, normalize_kernel<A>, more + plan.blocks(), A::kThreads, where, op, plan, more);
   });

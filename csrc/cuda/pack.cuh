@@ -49,23 +49,59 @@ struct Bits<16> {
   using type = uint4;
 };
 
+// How long the L2 cache is to keep what a load brings: an operand of the load.
+struct Caching {
+  uint64_t policy;
+};
+
+// What is read again soon.
+__device__ inline Caching keep() {
+  Caching caching{};
+#if __CUDA_ARCH__ >= 800
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(caching.policy));
+#endif
+  return caching;
+}
+
+// What is not read again while the cache could hold it: to leave first.
+__device__ inline Caching once() {
+  Caching caching{};
+#if __CUDA_ARCH__ >= 800
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(caching.policy));
+#endif
+  return caching;
+}
+
 // kSize neighbouring values of a tensor.
 template <typename T, int kSize>
 struct Pack {
-  T value[kSize];
+  static_assert(kSize == 1 || kSize * sizeof(T) == 16);
+  T value[kSize] = {};
 
   using bits_t = typename Bits<sizeof(T) * kSize>::type;
 
-  // p is aligned to the pack.
-  __device__ void load(const T* p) {
-    const bits_t bits = *reinterpret_cast<const bits_t*>(p);
-    memcpy(value, &bits, sizeof(bits));
-  }
-
-  // The same, for what is not read again while the L2 cache holds it: let it leave first.
-  __device__ void load_once(const T* p) {
-    const bits_t bits = __ldcs(reinterpret_cast<const bits_t*>(p));
-    memcpy(value, &bits, sizeof(bits));
+  // From p, which is aligned to the pack, where it `exists`; otherwise the pack stays as it is.
+  __device__ void load(const T* p, Caching caching, bool exists) {
+    if constexpr (sizeof(bits_t) == 16) {
+      uint4 bits;
+      memcpy(&bits, value, sizeof(bits));
+#if __CUDA_ARCH__ >= 800
+      asm volatile(
+          "{\n .reg .pred exists;\n setp.ne.u32 exists, %6, 0;\n"
+          " @exists ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;\n}"
+          : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w)
+          : "l"(p), "l"(caching.policy), "r"(static_cast<uint32_t>(exists)));
+#else
+      asm volatile(
+          "{\n .reg .pred exists;\n setp.ne.u32 exists, %5, 0;\n"
+          " @exists ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+          : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w)
+          : "l"(p), "r"(static_cast<uint32_t>(exists)));
+#endif
+      memcpy(value, &bits, sizeof(bits));
+    } else if (exists) {
+      value[0] = *p;
+    }
   }
 
   // What is written must not push what is still to be read out of the L2 cache: let it leave first.

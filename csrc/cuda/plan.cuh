@@ -14,33 +14,35 @@ namespace syncbn::cuda {
 
 constexpr uint32_t kWarp = 32;
 
-// How a kernel reads a tensor, as template arguments: value type, layout, and whether all rows
-// consist of whole 16-byte packs.
-template <typename T_, bool kInner_, bool kWhole_>
+// The packs that rows consist of: whole ones of 16 bytes; such, of which the first and the last of
+// a row can be partial; or single values.
+enum class Packs { whole, partial, single };
+
+// How a kernel reads a tensor, as template arguments: value type, layout, packs.
+template <typename T_, bool kInner_, Packs kPacks>
 struct Access {
   using T = T_;
   using acc = acc_t<T>;
   static constexpr bool kInner = kInner_;
-  static constexpr bool kMasked = kInner_ && !kWhole_;
-  static constexpr int kPack = kInner_ || kWhole_ ? 16 / sizeof(T) : 1;
+  static constexpr bool kMasked = kPacks == Packs::partial;
+  static constexpr int kPack = kPacks == Packs::single ? 1 : 16 / sizeof(T);
   using pack_t = Pack<T, kPack>;
   // Channels per pack: value j of a pack belongs to the thread's channel slot(j).
   static constexpr int kSlots = kInner_ ? 1 : kPack;
   __device__ static constexpr int slot(int j) { return kInner_ ? 0 : j; }
 
   static constexpr uint32_t kThreads = kInner_ ? 256 : 512;  // of a block
-  static constexpr uint32_t kBlocksPerSM = 1024 / kThreads;  // 64 registers per thread
-  // Steps that a thread takes at once, its loads under way together, with one tensor and with two.
-  static constexpr int kSteps = kPack == 1 ? 8 : 4;
-  static constexpr int kStepsOfTwo = kPack == 1 ? 8 : 2;
-  // Threads side by side in a matrix, at most. Reductions: 128 bytes of a row, so that there are
-  // more threads per channel to combine what many blocks leave. Elementwise: 256 bytes, which loads
-  // faster.
-  static constexpr uint32_t kReduceWidth = kPack == 1 ? kWarp : 8;
-  static constexpr uint32_t kMapWidth = kPack == 1 ? kWarp : 16;
+  // Threads at work in a multiprocessor: half as many where eight channels each need registers.
+  static constexpr uint32_t kResident = kSlots > 4 ? 512 : 1024;
+  static constexpr uint32_t kBlocksPerSM = kResident / kThreads;
+  // Steps that a thread takes at once, its loads under way together, with one tensor and with two:
+  // 64 KB on their way to each multiprocessor.
+  static constexpr int kSteps = (kPack == 1 ? 8 : 4) * 1024 / kResident;
+  static constexpr int kStepsOfTwo = (kPack == 1 ? 8 : 2) * 1024 / kResident;
+  // Threads side by side in a matrix, at most: 256 bytes of a row.
+  static constexpr uint32_t kWidth = kPack == 1 ? kWarp : 16;
   // Channels that a block can own.
-  static constexpr uint32_t kReduceChannels = kInner_ ? kThreads / kWarp : kReduceWidth * kSlots;
-  static constexpr uint32_t kMapChannels = kInner_ ? kThreads / kWarp : kMapWidth * kSlots;
+  static constexpr uint32_t kChannels = kInner_ ? kThreads / kWarp : kWidth * kSlots;
 };
 
 // Division by a number that is known before the launch, for dividends below 2^31.
@@ -57,28 +59,23 @@ struct Divisor {
   __device__ uint32_t quotient(uint32_t n) const { return __umulhi(2 * n, magic) >> shift; }
 };
 
-// Where the tensors of an op begin, beside multiples of 16 bytes.
-struct Alignment {
-  uint32_t misalignment;  // elements past such a multiple, if alike for all tensors
-  bool alike;             // so that a whole pack is one in all of them
-};
-
-constexpr int64_t kMostSteps = int64_t{1} << 30;  // of a range, so that 32 bits number them
+constexpr int64_t kMostSteps = int64_t{1} << 30;  // of a section, so that 32 bits number them
 
 struct Plan {
   int64_t inner;
-  int64_t row_stride;  // elements from a row to the next of the same channels: C * inner
-  int64_t size;        // elements
-  int64_t steps;       // per channel
-  uint32_t per_split;  // steps per split
-  uint32_t once;       // steps of a split to load so that they leave the L2 cache first
+  int64_t row_stride;    // elements from a row to the next of the same channels: C * inner
+  int64_t size;          // elements
+  int64_t steps;         // per channel
+  uint32_t per_section;  // steps per section
+  uint32_t once;         // steps of a section to load so that they leave the L2 cache first
   uint32_t channels;
   uint32_t groups;
   uint32_t splits;
+  uint32_t sharing;       // splits that take turns in a section
   uint32_t width;         // threads side by side
   uint32_t columns;       // packs of channels that a block owns
   Divisor packs_per_row;  // inner > 1
-  Alignment alignment;    // where packs can be partial
+  uint32_t misalignment;  // elements from a multiple of 16 bytes to the tensors' beginning
 
   uint32_t blocks() const { return groups * splits; }
 };
@@ -87,14 +84,13 @@ struct Plan {
 // of each moves 2 MB, in about half a microsecond.
 struct Shape {
   const char* op;
-  uint32_t width;      // of a tile of a matrix, at most
   uint32_t slots;      // blocks that the device runs at once
   int64_t overhead;    // time that a block takes besides its steps
   int64_t uneven;      // half blocks by which the last one ends late
   int64_t most_pairs;  // groups * splits * channels per group at most; 0: nothing to combine
 };
 
-// The plan for a given width that should take the least time: with as many ranges per channel as
+// The plan for a given width that should take the least time: with as many splits per channel as
 // fill the device once, twice, four or eight times. More are balanced better, fewer cost less.
 // Returns that time.
 template <typename A>
@@ -122,29 +118,30 @@ int64_t split(const Shape& shape, uint32_t width, Plan* plan) {
     }
     if (some == most) break;
   }
-  splits = std::max(splits, ceil(plan->steps, kMostSteps - stride));
-  plan->per_split = static_cast<uint32_t>(ceil(ceil(plan->steps, splits), stride) * stride);
-  plan->splits = static_cast<uint32_t>(ceil(plan->steps, plan->per_split));
+  const int64_t sections = ceil(plan->steps, kMostSteps);
+  plan->per_section = static_cast<uint32_t>(ceil(plan->steps, sections));
+  plan->sharing = static_cast<uint32_t>(ceil(splits, sections));
+  plan->splits = static_cast<uint32_t>(plan->sharing * sections);
   return least;
 }
 
 template <typename A>
-Plan make_plan(const Layout& layout, const Alignment& alignment, const Shape& shape) {
+Plan make_plan(const Layout& layout, uint32_t misalignment, const Shape& shape) {
   Plan plan{};
   plan.size = layout.size();
   plan.inner = layout.inner;
   plan.row_stride = layout.channels * layout.inner;
   plan.channels = static_cast<uint32_t>(layout.channels);
-  plan.alignment = alignment;
+  plan.misalignment = misalignment;
   if (plan.size == 0) return plan;
   if (A::kInner) {
     // A row that begins anywhere can touch one pack more.
     const int64_t values = layout.inner + (A::kMasked ? A::kPack - 1 : 0);
     const int64_t packs = (values + A::kPack - 1) / A::kPack;
     if (packs > kMostSteps) {
-      throw std::runtime_error(std::string(shape.op) +
-                               ": expected fewer than 2^32 values in a row of x, got " +
-                               std::to_string(layout.inner));
+      throw std::runtime_error(std::string(shape.op) + ": expected at most " +
+                               std::to_string(kMostSteps * A::kPack) +
+                               " values in a row of x, got " + std::to_string(layout.inner));
     }
     plan.packs_per_row = Divisor(static_cast<uint32_t>(packs));
     plan.steps = layout.outer * packs;
@@ -161,7 +158,7 @@ Plan make_plan(const Layout& layout, const Alignment& alignment, const Shape& sh
   } else {
     plan.steps = layout.outer;
     uint32_t width = 1;
-    while (width < shape.width && width * A::kPack < plan.channels) width *= 2;
+    while (width < A::kWidth && width * A::kPack < plan.channels) width *= 2;
     split<A>(shape, width, &plan);
   }
   return plan;

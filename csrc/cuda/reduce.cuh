@@ -19,10 +19,14 @@ __device__ inline bool is_last(uint32_t* arrived, uint32_t splits) {
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence();
-    last = atomicAdd(arrived, 1) == splits - 1;
+    // Release: what this block wrote, by way of the barrier above; acquire: what the others did.
+    uint32_t before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "l"(__cvta_generic_to_global(arrived))
+                 : "memory");
+    last = before == splits - 1;
     if (last) *arrived = 0;
-    __threadfence();
   }
   __syncthreads();
   return last;
@@ -46,7 +50,7 @@ __device__ void reduce(const Plan& plan, const Walk<A>& walk, Sum sum, const Par
 
   // Warps. In a matrix, each has all entries; otherwise one, the same as its neighbours.
   using Slot = typename Sum::Slot;
-  __shared__ Slot warps[A::kInner ? kWarps : kWarps * A::kReduceChannels];
+  __shared__ Slot warps[A::kInner ? kWarps : kWarps * A::kChannels];
   if (lane < distinct) {
 #pragma unroll
     for (int s = 0; s < A::kSlots; ++s) {

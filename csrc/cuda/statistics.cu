@@ -22,16 +22,16 @@ __global__ __launch_bounds__(A::kThreads, A::kBlocksPerSM) void statistics_kerne
   Span span[kSteps];
   typename A::pack_t pack[kSteps];
   const auto load = [&](uint32_t step) {
-    const bool once = step < plan.once;
+    const Caching caching = step < plan.once ? once() : keep();
 #pragma unroll
     for (int u = 0; u < kSteps; ++u) {
       span[u] = walk.at(step + u * walk.stride);
-      walk.load(x, span[u], pack[u], once);
+      walk.load(x, span[u], pack[u], caching);
     }
   };
   wait_for_previous();
   load(walk.first);
-  __shared__ acc origin[A::kReduceChannels];  // P
+  __shared__ acc origin[A::kChannels];  // P
   if (threadIdx.x < walk.entries()) {
     const uint32_t c = walk.channel(threadIdx.x);
     if (c < plan.channels) origin[threadIdx.x] = widen(x[c * plan.inner]);
@@ -50,22 +50,28 @@ __global__ __launch_bounds__(A::kThreads, A::kBlocksPerSM) void statistics_kerne
   acc s1[A::kSlots] = {};
   acc s2[A::kSlots] = {};
   uint32_t taken = 0;  // values per slot
-  for (uint32_t step = walk.first; step < walk.count;) {
+  const auto add = [&](auto exist) {
 #pragma unroll
     for (int u = 0; u < kSteps; ++u) {
-      if (walk.is_empty(span[u])) continue;
+      walk.complete(x, span[u], pack[u]);
 #pragma unroll
       for (int j = 0; j < A::kPack; ++j) {
         const int s = A::slot(j);
-        const acc d = walk.has(span[u], j) ? widen(pack[u].value[j]) - pivot[s] : acc{0};
+        const bool has = walk.template has<exist.value>(span[u], j);
+        const acc d = has ? widen(pack[u].value[j]) - pivot[s] : acc{0};
         s1[s] += d;
         s2[s] += d * d;
       }
       taken += walk.size(span[u]);
     }
+  };
+  uint32_t step = walk.first;
+  while (walk.template is_whole<kSteps>(step)) {
+    add(std::true_type{});
     step += kSteps * walk.stride;
     load(step);
   }
+  add(std::false_type{});
 
   Welford<acc, A::kSlots> sum{};
   if (taken != 0) {
@@ -98,9 +104,9 @@ void statistics(const Statistics& op, const Execution& where) {
     return check(name, cudaMemsetAsync(op.sums, 0, bytes, stream));
   }
   const Partials partials = partials_of(name, op.workspace);
-  with_access(op.dtype, op.layout, {op.x}, [&](auto access, const Alignment& alignment) {
+  with_access(op.dtype, op.layout, {op.x}, [&](auto access, uint32_t misalignment) {
     using A = decltype(access);
-    const Plan plan = reduction_plan<A>(name, op.layout, alignment, 1, where.device);
+    const Plan plan = reduction_plan<A>(name, op.layout, misalignment, 1, where.device);
     const double n = static_cast<double>(op.layout.count());
     launch(name, statistics_kernel<A>, plan.blocks(), A::kThreads, where,
            static_cast<const typename A::T*>(op.x), op.sums, n, 1 / n, plan, partials);
