@@ -128,32 +128,60 @@ void backward_input(const Tensor& dy, const Tensor& x, const Tensor& weight, con
   SYNCBN_RUN(backward_input, x, op);
 }
 
-// ---- both ops of one direction, for a participant that is alone: nothing happens between them
-
-void forward(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& sums,
-             const Tensor& running_mean, const Tensor& running_var,
-             const Tensor& num_batches_tracked, const Tensor& y, const Tensor& moments,
-             std::optional<double> momentum, double eps, const Tensor& workspace) {
-  statistics(x, sums, workspace);
-  normalize(x, weight, bias, sums, running_mean, running_var, num_batches_tracked, y, moments,
-            momentum, eps);
+bool same_layout(const Tensor& a, const Tensor& b) {
+  return a.dl.ndim == b.dl.ndim && same_strides(a.dl.ndim, a.dl.shape, a.dl.strides, b.dl.strides);
 }
 
-void backward(const Tensor& dy, const Tensor& x, const Tensor& weight, const Tensor& moments,
-              const Tensor& sums_dy, const Tensor& dweight, const Tensor& dbias, const Tensor& dx,
-              const Tensor& workspace) {
-  if (!sums_dy.defined && x.is_cpu()) {
-    // The CPU is done with them when this returns.
-    const Arguments checked("backward", "x", x);
-    int64_t size = 2 * checked.layout().channels, stride = 1;
-    cpu::Scratch<double> memory(size);
-    Tensor scratch;
-    scratch.defined = true;
-    scratch.dl = {memory.data(), x.dl.device, 1, accumulator(checked.dtype()), &size, &stride, 0};
-    return backward(dy, x, weight, moments, scratch, dweight, dbias, dx, workspace);
+// ---- both ops of one direction, for a participant that is alone: nothing happens between them
+
+// A vector in memory that is no Python object.
+struct View : Tensor {
+  int64_t length;
+  int64_t stride = 1;
+
+  View(void* data, const Tensor& like, DLDataType dtype, int64_t size) : length(size) {
+    dl = {data, like.dl.device, 1, dtype, &length, &stride, 0};
+    defined = true;
   }
-  backward_reduce(dy, x, moments, sums_dy, dweight, dbias, workspace);
-  if (dx.defined) backward_input(dy, x, weight, moments, sums_dy, dx);
+  View(const View&) = delete;
+  View& operator=(const View&) = delete;
+};
+
+// The moments, and on CUDA as many doubles of scratch memory behind them: an allocation less for
+// each direction.
+double* moments_and_scratch(const Arguments& check, const Tensor& x, const Tensor& moments) {
+  return check.doubles("moments", moments, (x.is_cuda() ? 2 : 1) * check.sums_size());
+}
+
+void forward(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& running_mean,
+             const Tensor& running_var, const Tensor& num_batches_tracked, const Tensor& y,
+             const Tensor& moments, std::optional<double> momentum, double eps,
+             const Tensor& workspace) {
+  const Arguments check("forward", "x", x);
+  const int64_t size = check.sums_size();
+  const DLDataType float64{kDLFloat, 64, 1};
+  double* memory = moments_and_scratch(check, x, moments);
+  // On the CPU, whoever writes the moments of a channel has read its sums before.
+  const View sums(x.is_cuda() ? memory + size : memory, x, float64, size);
+  statistics(x, sums, workspace);
+  normalize(x, weight, bias, sums, running_mean, running_var, num_batches_tracked, y,
+            View(memory, x, float64, size), momentum, eps);
+}
+
+bool backward(const Tensor& dy, const Tensor& x, const Tensor& weight, const Tensor& moments,
+              const Tensor& dweight, const Tensor& dbias, const Tensor& dx,
+              const Tensor& workspace) {
+  const Arguments check("backward", "x", x);
+  if (!same_layout(dy, x)) return false;
+  const int64_t size = check.sums_size();
+  double* memory = moments_and_scratch(check, x, moments);
+  cpu::Scratch<double> on_cpu(x.is_cuda() ? 0 : size);
+  const View sums_dy(x.is_cuda() ? memory + size : on_cpu.data(), x, accumulator(check.dtype()),
+                     size - 1);
+  const View own(memory, x, {kDLFloat, 64, 1}, size);
+  backward_reduce(dy, x, own, sums_dy, dweight, dbias, workspace);
+  if (dx.defined) backward_input(dy, x, weight, own, sums_dy, dx);
+  return true;
 }
 
 bool check(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& running_mean,
@@ -163,10 +191,6 @@ bool check(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tens
   const bool gapless = check.gapless("weight", weight) & check.gapless("bias", bias);
   check.running(running_mean, running_var, num_batches_tracked, momentum.has_value());
   return check.dense() && gapless;
-}
-
-bool same_layout(const Tensor& a, const Tensor& b) {
-  return a.dl.ndim == b.dl.ndim && same_strides(a.dl.ndim, a.dl.shape, a.dl.strides, b.dl.strides);
 }
 
 // The device, stream and graph capture (0 for none) that an op on x would be launched in.
@@ -229,14 +253,16 @@ PYBIND11_MODULE(_C, m) {
       "sums_dy = [sum of dy | sum of dy * xhat] per channel; dweight and dbias are the same sums.");
   m.def("backward_input", &backward_input, py::arg("dy"), py::arg("x"), py::arg("weight"),
         py::arg("moments"), py::arg("sums_dy"), py::arg("dx"), "dx, from reduced sums_dy.");
-  m.def("forward", &forward, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("sums"),
+  m.def("forward", &forward, py::arg("x"), py::arg("weight"), py::arg("bias"),
         py::arg("running_mean"), py::arg("running_var"), py::arg("num_batches_tracked"),
         py::arg("y"), py::arg("moments"), py::arg("momentum"), py::arg("eps"),
-        py::arg("workspace") = py::none(), "statistics and normalize.");
-  m.def("backward", &backward, py::arg("dy"), py::arg("x"), py::arg("weight"), py::arg("moments"),
-        py::arg("sums_dy"), py::arg("dweight"), py::arg("dbias"), py::arg("dx"),
         py::arg("workspace") = py::none(),
-        "backward_reduce and, if there is a dx, backward_input. On the CPU sums_dy may be None.");
+        "statistics and normalize. On CUDA the moments are followed by as much scratch memory: "
+        "[2 * (2C + 1)].");
+  m.def("backward", &backward, py::arg("dy"), py::arg("x"), py::arg("weight"), py::arg("moments"),
+        py::arg("dweight"), py::arg("dbias"), py::arg("dx"), py::arg("workspace") = py::none(),
+        "backward_reduce and, if there is a dx, backward_input, with the moments of forward. "
+        "False, and nothing done, where the elements of dy do not lie where those of x do.");
   m.def("check", &check, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("running_mean"),
         py::arg("running_var"), py::arg("num_batches_tracked"), py::arg("momentum"),
         "Raises what the four ops would raise for these arguments. Returns whether x, weight and "

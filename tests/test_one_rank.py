@@ -62,16 +62,26 @@ def test_gradients_that_are_not_needed():
 
 def test_a_bad_argument_is_named():
     x = torch.randn(4, 3, 5)
-    moments, sums_dy = torch.zeros(7, dtype=torch.float64), torch.zeros(6)
-    for dy, dx, sums, text in [
-        (x[:, :2], x.clone(), sums_dy, r"dy of shape \[4, 3, 5\]"),
-        (x, x[:1].clone(), sums_dy, r"dx of shape \[4, 3, 5\]"),
-        (x, x.clone(), sums_dy[:5], r"sums_dy of shape \[6\], got \[5\]"),
-        (x[:, :2], x.clone(), None, r"dy of shape \[4, 3, 5\]"),
+    moments = torch.zeros(7, dtype=torch.float64)
+    for dy, dx, given, text in [
+        (x[:, :2], x.clone(), moments, r"dy of shape \[4, 3, 5\]"),
+        (x, x[:1].clone(), moments, r"dx of shape \[4, 3, 5\]"),
+        (x, x.clone(), moments[:6], r"moments of shape \[7\], got \[6\]"),
     ]:
         with pytest.raises(ValueError, match=text):
-            _C.backward(dy, x, None, moments, sums, None, None, dx)
-    with pytest.raises(ValueError, match=r"sums of shape \[7\], got \[6\]"):
-        _C.forward(x, None, None, moments[:6], None, None, None, x.clone(), moments, 0.1, 1e-5)
+            _C.backward(dy, x, None, given, None, None, dx)
+    with pytest.raises(ValueError, match=r"moments of shape \[7\], got \[6\]"):
+        _C.forward(x, None, None, None, None, None, x.clone(), moments[:6], 0.1, 1e-5)
     with pytest.raises(TypeError, match="x to be a tensor, got None"):
-        _C.backward(x, None, None, moments, None, None, None, x.clone())
+        _C.backward(x, None, None, moments, None, None, x.clone())
+
+
+def test_a_gradient_that_lies_elsewhere_is_left_alone():
+    x = torch.randn(2, 3, 4, 5)
+    dx = torch.full_like(x, torch.nan)
+    moments = torch.ones(7, dtype=torch.float64)
+    dy = torch.randn_like(x).to(memory_format=torch.channels_last)
+    assert not _C.backward(dy, x, None, moments, None, None, dx)
+    assert dx.isnan().all()
+    assert _C.backward(dy.contiguous(), x, None, moments, None, None, dx)
+    assert dx.isfinite().all()

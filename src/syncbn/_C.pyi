@@ -40,7 +40,6 @@ def forward(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    sums: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     num_batches_tracked: Tensor | None,
@@ -55,12 +54,11 @@ def backward(
     x: Tensor,
     weight: Tensor | None,
     moments: Tensor,
-    sums_dy: Tensor | None,
     dweight: Tensor | None,
     dbias: Tensor | None,
     dx: Tensor | None,
     workspace: Tensor | None = None,
-) -> None: ...
+) -> bool: ...
 
 WORKSPACE_BYTES: int
 

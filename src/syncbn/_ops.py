@@ -126,21 +126,22 @@ class _Kernels(Ops):
     ) -> tuple[Tensor, Tensor]:
         """``normalize(x, ..., sums=statistics(x), ...)``.
 
-        The CPU's kernel may write the moments over the sums: whoever writes those of a channel has
-        read its sums before.
+        On CUDA there is scratch memory behind the moments: [2 * (2C + 1)].
         """
         if _current_graph_task_id() != -1:
             running_mean = running_var = num_batches_tracked = None
-        moments = sums = x.new_empty(2 * x.shape[1] + 1, dtype=_float64)
-        workspace = None
+        size = 2 * x.shape[1] + 1
         if x.is_cuda:
-            moments, workspace = empty_like(sums), workspace_for(x)
+            size *= 2
+            workspace = workspace_for(x)
+        else:
+            workspace = None
+        moments = x.new_empty(size, dtype=_float64)
         y = empty_like(x)
         _C.forward(
             x,
             weight,
             bias,
-            sums,
             running_mean,
             running_var,
             num_batches_tracked,
@@ -163,15 +164,15 @@ class _Kernels(Ops):
         moments: Tensor,
         needs: tuple[bool, ...],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        """dx, dweight and dbias, as far as ``needs`` says; and None."""
+        """dx, dweight and dbias, as far as ``needs`` says; and None. ``moments``: of ``forward``."""
         need_dx, need_dweight, need_dbias, _ = needs
         dx = empty_like(x) if need_dx else None
         dweight = empty_like(weight) if need_dweight else None  # type: ignore[arg-type]
         dbias = empty_like(bias) if need_dbias else None  # type: ignore[arg-type]
-        sums_dy = workspace = None
-        if x.is_cuda:
-            sums_dy, workspace = sums_dy_for(x), workspace_for(x)
-        _C.backward(dy, x, weight, moments, sums_dy, dweight, dbias, dx, workspace)
+        workspace = workspace_for(x) if x.is_cuda else None
+        if not _C.backward(dy, x, weight, moments, dweight, dbias, dx, workspace):
+            dy = empty_like(x).copy_(dy)
+            _C.backward(dy, x, weight, moments, dweight, dbias, dx, workspace)
         return dx, dweight, dbias, None
 
 

@@ -13,7 +13,7 @@ from torch.autograd import profiler
 from torch.compiler import is_compiling
 
 from . import reference
-from ._ops import KERNELS, REFERENCE, same_layout
+from ._ops import KERNELS, REFERENCE, with_layout_of
 from .sync import Exchange, Local, exchange_for
 
 __all__ = ["batchnorm2d_sync"]
@@ -152,6 +152,7 @@ class _BatchNorm(torch.autograd.Function):
         ops, exchange, moments, bias, eps = ctx.rest
         needs = ctx.needs_input_grad
         if is_grad_enabled():  # create_graph=True
+            moments = moments[: 2 * x.shape[1] + 1]  # without the scratch memory of KERNELS.forward
             gradients = reference.backward(
                 dy, x, weight, moments, eps, lambda v: _AllReduce.apply(v, exchange)
             )
@@ -161,10 +162,9 @@ class _BatchNorm(torch.autograd.Function):
                 for g, like, need in zip(gradients, likes, needs, strict=False)
             ), None
         if ops is KERNELS:
-            if not same_layout(dy, x):
-                dy = torch.empty_like(x).copy_(dy)
             if type(exchange) is Local:
                 return KERNELS.backward(dy, x, weight, bias, moments, needs)
+            dy = with_layout_of(x, dy)
         need_dx, need_dweight, need_dbias, _ = needs
         sums_dy, dweight, dbias = ops.backward_reduce(
             dy, x, moments, weight if need_dweight else None, bias if need_dbias else None

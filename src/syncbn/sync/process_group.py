@@ -9,6 +9,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .exchange import Exchange
 
+if dist.is_available():
+    _SYNCHRONOUS = dist.AllreduceOptions()
+    _SYNCHRONOUS.asyncOp = False
+
 
 class ProcessGroupExchange(Exchange):
     """One all_reduce over ``group``: any backend, cost independent of the number of ranks.
@@ -32,10 +36,13 @@ class ProcessGroupExchange(Exchange):
         if ddp is not None and ddp._join_config.enable:
             _refuse_join(ddp._join_config.throw_on_early_termination)
         # The group's own method: dist.all_reduce adds 10 us of checks that hold here by
-        # construction. wait() orders the current stream after NCCL's; for gloo it blocks until the
-        # sum is there.
+        # construction. A synchronous NCCL collective runs in the current stream, without the events
+        # that would tie another one to it; a backend that knows of no such thing hands out work to
+        # wait for. wait() blocks until the sum is there for gloo.
         try:
-            self.group.allreduce([values]).wait()
+            work = self.group.allreduce([values], _SYNCHRONOUS)
+            if work is not None:
+                work.wait()
         except Exception as error:
             raise RuntimeError(
                 f"all_reduce of {values.numel()} values over {self} failed on rank "
