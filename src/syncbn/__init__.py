@@ -3,7 +3,7 @@
 model = syncbn.convert_model(model)
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import _requirements  # first: it says what is missing
 
@@ -44,7 +44,7 @@ __all__ = [
 
 if not TYPE_CHECKING:  # where it would give every name a type
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         """apex calls this package where it means an extension module of its own."""
         if name in _requirements.APEX:
             raise AttributeError(_requirements.apex_attribute(name))
