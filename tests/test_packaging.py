@@ -7,7 +7,6 @@ import re
 import shutil
 import statistics
 import struct
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 import syncbn
+from interpreter import run_python
 from syncbn import _C
 from syncbn import __main__ as command_line
 
@@ -28,18 +28,6 @@ SOURCES = (".cpp", ".cu", ".h", ".cuh", ".c", ".o")
 SYSTEM = re.compile(r"(libstdc\+\+|libgcc_s|libc|libm|libdl|librt|libpthread|ld-linux-.*)\.so\.\d+")
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads ELF files")
-
-
-def run_python(*arguments, cwd=None, **environment):
-    # Not from the repository's folder by default: the installed package is what is tested.
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd or Path(sys.executable).parent,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
 
 
 def build(kind, folder, out):

@@ -10,8 +10,8 @@ from torch import nn
 
 import syncbn
 from helpers import assert_near, assert_same_bits, batch
+from replication import compare_a_step, local_and_synchronized
 from syncbn import ModelDataParallel, scatter
-from test_replicas import compare_a_step, local_and_synchronized
 from test_training import batches, net, outcome, train
 
 DEVICES = [

@@ -10,9 +10,14 @@ from torch import nn
 
 import syncbn
 from helpers import batch
-from replication import data_parallel, parallel_apply, replicate
+from replication import (
+    compare_a_step,
+    data_parallel,
+    local_and_synchronized,
+    parallel_apply,
+    replicate,
+)
 from syncbn.sync import ReplicaError, rendezvous, set_replica_timeout
-from test_replicas import compare_a_step, local_and_synchronized
 
 SOON = 20  # seconds; the timeout is 300
 

@@ -55,6 +55,8 @@ def test_meta_tensors_keep_their_shapes():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fake_tensors(dtype, on):
     """A fake CUDA tensor needs no GPU, but for autograd's own backward."""
+    if on == "cuda" and torch.version.cuda is None:
+        pytest.skip("a CPU build of PyTorch aborts on fake CUDA tensors that need gradients")
     with FakeTensorMode():
         layer = syncbn.BatchNorm2d(3, dtype=dtype, device=on)
         x = torch.zeros(4, 3, 5, 5, dtype=dtype, device=on).to(memory_format=torch.channels_last)
@@ -65,6 +67,28 @@ def test_fake_tensors(dtype, on):
             y.sum().backward()
             assert x.grad.shape == x.shape
             assert layer.weight.grad.shape == (3,)
+
+
+@pytest.mark.skipif(syncbn._C.build_info()["cuda"] is not None, reason="a build with CUDA kernels")
+def test_a_cuda_tensor_meets_a_cpu_only_build():
+    """A tensor that says it is on CUDA and has no memory: a wrapper, stripped of its dispatch."""
+
+    class OnCuda(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError(f"{func} before any check")
+
+    x = torch.Tensor._make_wrapper_subclass(OnCuda, (4, 3, 5, 5), device="cuda:0")
+    del OnCuda.__torch_dispatch__
+    sentence = (
+        r"^batchnorm2d_sync: x is on cuda:0, but this syncbn was built without CUDA kernels; build "
+        r"it where nvcc and a CUDA build of PyTorch are: SYNCBN_CUDA=1 pip install \S[^;]* syncbn$"
+    )
+    for training in True, False:
+        with pytest.raises(RuntimeError, match=sentence):
+            batchnorm2d_sync(x, None, None, None, None, training=training)
+    with pytest.raises(RuntimeError, match=sentence):
+        syncbn.BatchNorm2d(3)(x)
 
 
 def test_a_wrapper_goes_through_the_dispatcher():

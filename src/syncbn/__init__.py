@@ -3,6 +3,12 @@
 model = syncbn.convert_model(model)
 """
 
+from typing import TYPE_CHECKING
+
+from . import _requirements  # first: it says what is missing
+
+# isort: split
+
 from . import functional, sync
 from ._version import __version__
 from .convert import convert_model, revert_model
@@ -35,3 +41,11 @@ __all__ = [
     "scatter",
     "sync",
 ]
+
+if not TYPE_CHECKING:  # where it would give every name a type
+
+    def __getattr__(name: str) -> object:
+        """apex calls this package where it means an extension module of its own."""
+        if name in _requirements.APEX:
+            raise AttributeError(_requirements.apex_attribute(name))
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,15 +1,56 @@
-"""Versions, build and devices, for a bug report; with ``check``, a self-test on every device."""
+"""What a bug report needs: versions, build, devices, and the verdict of a self-check on each.
+
+With ``check``, the self-check alone. The exit status is 1 if it fails.
+"""
 
 from __future__ import annotations
 
 import argparse
 import platform
+import re
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from . import _C, BatchNorm2d, __version__
+from ._requirements import hidden
+
+
+def has_code(archs: str, capability: tuple[int, int]) -> bool | None:
+    """Whether a build for ``archs``, written as in TORCH_CUDA_ARCH_LIST, has code for a device.
+
+    Code for 8.0 runs on every 8.x, that for 8.6 not on 8.0; with +PTX also on all that came later.
+    Code for 9.0a runs on 9.0 alone.
+
+    Returns:
+        None where it depends on something that has no number, as "native" has none.
+    """
+    unknown = False
+    for arch in filter(None, archs.split(";")):
+        parsed = re.fullmatch(r"(\d+)\.(\d)(a?)(\+PTX)?", arch)
+        if parsed is None:
+            unknown = True
+            continue
+        major, minor, only, ptx = parsed.groups()
+        first = int(major), int(minor)
+        if capability == first:
+            return True
+        if not only and capability > first and (ptx or capability[0] == first[0]):
+            return True
+    return None if unknown else False
+
+
+def cuda_device(index: int) -> str:
+    """Name, compute capability, and whether this build has code for it."""
+    capability = torch.cuda.get_device_capability(index)
+    code = {True: "has code", False: "has no code", None: "may have code"}[
+        has_code(_C.build_info()["cuda_archs"], capability)
+    ]
+    return "{} (compute capability {}.{}, for which this build {})".format(
+        torch.cuda.get_device_name(index), *capability, code
+    )
 
 
 def report() -> str:
@@ -22,18 +63,15 @@ def report() -> str:
         if dist.is_available() and getattr(dist, f"is_{name}_available", lambda: False)()
     ]
     lines = [
-        ("syncbn", __version__),
+        ("syncbn", f"{__version__} in {Path(__file__).parent}"),
+        *(("hides", other) for other in hidden()),
         ("python", f"{platform.python_version()} on {platform.platform()}"),
         ("pytorch", f"{torch.__version__} (CUDA {torch.version.cuda})"),
         ("extension", f"{cuda}, {build['compiler']}"),
         ("cpu", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),
-        *(
-            (f"cuda:{i}", "{} (compute capability {}.{})".format(
-                torch.cuda.get_device_name(i), *torch.cuda.get_device_capability(i)))
-            for i in range(torch.cuda.device_count())
-        ),
+        *((f"cuda:{i}", cuda_device(i)) for i in range(torch.cuda.device_count())),
         ("backends", ", ".join(backends) or "none"),
-    ]  # fmt: skip
+    ]
     return "\n".join(f"{name:<10} {value}" for name, value in lines)
 
 
@@ -82,19 +120,25 @@ def check(device: torch.device) -> str | None:
     return None
 
 
+def verdict(device: torch.device) -> str | None:
+    """``check``, where an error is a verdict too."""
+    try:
+        return check(device)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m syncbn", description=__doc__)
     parser.add_argument("command", nargs="?", choices=["report", "check"], default="report")
-    command = parser.parse_args().command
-    print(report())
-    if command == "report":
-        return 0
+    if parser.parse_args().command == "report":
+        print(report())
     devices = [torch.device("cpu")]
     if _C.build_info()["cuda"]:
         devices += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     failures = 0
     for device in devices:
-        failure = check(device)
+        failure = verdict(device)
         failures += failure is not None
         print(f"check {device}: {failure or 'ok'}")
     return 1 if failures else 0
