@@ -84,8 +84,8 @@ class Arguments {
       throw std::runtime_error(
           std::string(op) + ": " + name + " is on " + device_name(x.dl.device) +
           ", but this syncbn was built without CUDA kernels; build it where nvcc and a CUDA build "
-          "of PyTorch "
-          "are: SYNCBN_CUDA=1 pip install --no-build-isolation --force-reinstall --no-deps syncbn");
+          "of PyTorch are: SYNCBN_CUDA=1 python -m pip install --no-build-isolation "
+          "--force-reinstall --no-deps syncbn");
     }
 #endif
     dtype_ = dtype_of(name, x);

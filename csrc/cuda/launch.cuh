@@ -15,8 +15,25 @@
 
 namespace syncbn::cuda {
 
+// Says which code the current device lacks.
+[[noreturn]] inline void no_code(const char* op) {
+  int device = 0, major = 0, minor = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  const std::string capability = std::to_string(major) + "." + std::to_string(minor);
+  throw std::runtime_error(std::string(op) + ": cuda:" + std::to_string(device) +
+                           " has compute capability " + capability +
+                           ", but this syncbn has code for " SYNCBN_CUDA_ARCHS
+                           " alone; build it for that device: TORCH_CUDA_ARCH_LIST=" +
+                           capability +
+                           " SYNCBN_CUDA=1 python -m pip install --no-build-isolation "
+                           "--force-reinstall --no-deps syncbn");
+}
+
 inline void check(const char* op, cudaError_t error) {
   if (error == cudaSuccess) return;
+  if (error == cudaErrorNoKernelImageForDevice) no_code(op);
   throw std::runtime_error(std::string(op) + ": CUDA error: " + cudaGetErrorString(error) + " (" +
                            cudaGetErrorName(error) + ")");
 }

@@ -164,7 +164,7 @@ class _Kernels(Ops):
         moments: Tensor,
         needs: tuple[bool, ...],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        """dx, dweight and dbias, as far as ``needs`` says; and None. ``moments``: of ``forward``."""
+        """dx, dweight and dbias, as far as ``needs`` says; and None. For ``forward``."""
         need_dx, need_dweight, need_dbias, _ = needs
         dx = empty_like(x) if need_dx else None
         dweight = empty_like(weight) if need_dweight else None  # type: ignore[arg-type]
