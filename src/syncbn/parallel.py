@@ -40,6 +40,8 @@ class ModelDataParallel(nn.Module):
 
     Raises:
         ValueError: no devices.
+
+    Source: the interface is that of a class of the same name for MXNet's Gluon.
     """
 
     def __init__(self, module: nn.Module, devices: Sequence[Device], sync: bool = True) -> None:
