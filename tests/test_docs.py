@@ -75,7 +75,8 @@ def check_command(words, titles=()):
     """Raises unless what a command names exists; returns what to run of it in Python, or None."""
     program, *rest = words
     if program == "make":
-        assert set(rest) <= make_targets(), f"no such target: {words}"
+        targets = {w for w in rest if "=" not in w}
+        assert targets <= make_targets(), f"no such target: {words}"
     elif program == "bash":
         assert (ROOT / rest[0]).is_file(), f"no such script: {words}"
     elif program == "pip":
