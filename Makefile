@@ -4,6 +4,7 @@
 #   make test     the test suite against the installed wheel
 #   make lint     ruff, mypy, clang-format
 #   make example  replicas in threads, on the CPU
+#   make docs     the documentation as a site, in site/
 #   make bench    CPU kernels, host time and import time against PyTorch's
 #   make gpu-test build, tests and sanitizers on a machine with a GPU, in its own Python
 
@@ -19,7 +20,7 @@ READY := $(VENV)/.ready
 INSTALLED := $(VENV)/.installed
 group = $(BIN)/pip install -q --group $(1)
 
-.PHONY: demo test example lint format bench wheel sdist gpu-test clean
+.PHONY: demo test example lint format docs bench wheel sdist gpu-test clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -45,6 +46,10 @@ $(VENV)/.lint: $(READY)
 	$(call group,lint)
 	touch $@
 
+$(VENV)/.docs: $(READY)
+	$(call group,docs)
+	touch $@
+
 demo: $(VENV)/.demo
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train.py --output demo.png
 
@@ -65,6 +70,10 @@ format: $(VENV)/.lint
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 
+# Strict: a broken link or a name that is not there is an error. The API reference is made from the sources.
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict --site-dir site
+
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/python benchmarks/host.py
@@ -81,4 +90,4 @@ sdist: $(READY)
 	$(BIN)/python -m build --sdist --no-isolation --outdir dist .
 
 clean:
-	rm -rf build dist $(VENV) src/*.egg-info
+	rm -rf build dist site $(VENV) src/*.egg-info

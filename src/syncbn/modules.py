@@ -31,12 +31,21 @@ __all__ = [
 class Synchronized(Options):
     """What the modules here add to PyTorch's: a forward that synchronizes, and some attributes.
 
+    The input is float32, float16, bfloat16 or float64, of any strides; the output has its shape,
+    dtype and, if it is dense, its strides. Parameters and running statistics may be of another of
+    these dtypes.
+
     Attributes:
         process_group: who shares the mini-batch, as ``group`` of ``batchnorm2d_sync``. ``None``
             stands for the default process group, looked up at each forward, so that a model may be
             built before it exists. Deep copies share it; pickles leave it out.
         sync: False makes the module behave as its PyTorch base class.
-        frozen, channel_axis, keep_fp32, and the initializers: see ``Options``.
+        frozen: True normalizes by the running statistics and leaves them alone, also in training.
+        channel_axis: the dimension of the channels, as the argument below.
+        keep_fp32: as the argument below.
+        weight_init: as the argument below, and so the other three initializers.
+
+    Source: as ``batchnorm2d_sync``; the options are those of Gluon's ``BatchNorm``.
     """
 
     process_group: dist.ProcessGroup | Exchange | None = None
@@ -62,6 +71,35 @@ class Synchronized(Options):
         running_var_init: Initializer | None = None,
         **kwargs: Any,
     ) -> None:
+        """
+        Args:
+            num_features: C, the channels of the input.
+            eps: added to the variance.
+            momentum: weight of the new value in the running statistics; None for the cumulative
+                average.
+            affine: whether there are a weight and a bias, [C] each.
+            track_running_stats: whether there are running statistics, [C] each.
+            process_group: who shares the mini-batch: None for the default process group, looked up
+                at each forward; a ProcessGroup; or a ``syncbn.sync.Exchange``.
+            center: False for no bias; True for one, if ``affine``.
+            scale: False for no weight; True for one, if ``affine``.
+            channel_axis: the dimension of the channels; -1 for [N, ..., C]. Dense inputs are not
+                copied.
+            use_global_stats: sets ``frozen``: normalize by the running statistics, also in
+                training.
+            keep_fp32: parameters and running statistics stay float32 under ``.half()`` and
+                ``.bfloat16()``.
+            weight_init: a callable that fills the weight in place, as those of ``torch.nn.init``;
+                None for ones.
+            bias_init: the same for the bias; None for zeros.
+            running_mean_init: the same for the running mean; None for zeros.
+            running_var_init: the same for the running variance; None for ones.
+            **kwargs: ``device`` and ``dtype`` of parameters and running statistics, and what else
+                the PyTorch class takes.
+
+        Raises:
+            ValueError: ``use_global_stats`` without running statistics.
+        """
         super().__init__(num_features, eps, momentum, affine, track_running_stats, **kwargs)
         if process_group is not None:
             self.process_group = process_group
@@ -78,6 +116,22 @@ class Synchronized(Options):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalizes ``x``; in training by the statistics of all participants' ``x``.
+
+        Args:
+            x: [N, C, ...] of as many dimensions as the class takes, or with the channels in
+                ``channel_axis``.
+
+        Returns:
+            A tensor of the shape and dtype of ``x``.
+
+        Raises:
+            ValueError: a wrong number of dimensions or channels; with a single participant in
+                training, one value per channel; ``frozen`` without running statistics.
+            TypeError: a dtype other than the four.
+            RuntimeError: the exchange failed, or ``x`` is on CUDA and this build has no CUDA
+                kernels.
+        """
         if isinstance(x, Proxy):
             # torch.fx.symbolic_trace: a leaf of the graph, as PyTorch's own layers are.
             path = x.tracer.path_of_module(self)
@@ -169,53 +223,34 @@ class Synchronized(Options):
         return {k: v for k, v in self.__dict__.items() if k != "process_group"}
 
 
-_ARGUMENTS = """
+class BatchNorm1d(Synchronized, nn.BatchNorm1d):
+    """Synchronized ``torch.nn.BatchNorm1d``: inputs [N, C] or [N, C, L].
 
-    Args:
-        num_features: C, the channels of the input.
-        eps: added to the variance.
-        momentum: weight of the new value in the running statistics; None for the cumulative
-            average.
-        affine: whether there are a weight and a bias, [C] each.
-        track_running_stats: whether there are running statistics, [C] each.
-        process_group: who shares the mini-batch: None for the default process group, looked up at
-            each forward; a ProcessGroup; or a syncbn.sync.Exchange.
-        center: False for no bias; True for one, if ``affine``.
-        scale: False for no weight; True for one, if ``affine``.
-        channel_axis: the dimension of the channels; -1 for [N, ..., C]. Dense inputs are not
-            copied.
-        use_global_stats: sets ``frozen``: normalize by the running statistics, also in training.
-        keep_fp32: parameters and running statistics stay float32 under ``.half()`` and
-            ``.bfloat16()``.
-        weight_init, bias_init, running_mean_init, running_var_init: callables that fill a tensor in
-            place, as those of ``torch.nn.init``; None for 1, 0, 0, 1.
-        device, dtype: of parameters and running statistics. Further keyword arguments go to the
-            base class.
-
-    Raises, in forward:
-        ValueError: an input of the wrong number of dimensions or channels, or, with a single
-            participant in training, of one value per channel.
+    Arguments, errors and source: ``Synchronized``.
     """
 
 
-class BatchNorm1d(Synchronized, nn.BatchNorm1d):
-    __doc__ = "Synchronized ``torch.nn.BatchNorm1d``: inputs [N, C] or [N, C, L]." + _ARGUMENTS
-
-
 class BatchNorm2d(Synchronized, nn.BatchNorm2d):
-    __doc__ = "Synchronized ``torch.nn.BatchNorm2d``: inputs [N, C, H, W]." + _ARGUMENTS
+    """Synchronized ``torch.nn.BatchNorm2d``: inputs [N, C, H, W].
+
+    Arguments, errors and source: ``Synchronized``.
+    """
 
 
 class BatchNorm3d(Synchronized, nn.BatchNorm3d):
-    __doc__ = "Synchronized ``torch.nn.BatchNorm3d``: inputs [N, C, D, H, W]." + _ARGUMENTS
+    """Synchronized ``torch.nn.BatchNorm3d``: inputs [N, C, D, H, W].
+
+    Arguments, errors and source: ``Synchronized``.
+    """
 
 
 class SyncBatchNorm(Synchronized):
+    """``torch.nn.SyncBatchNorm`` on every device: inputs [N, C, ...] of 2 or more dimensions.
+
+    Arguments, errors and source: ``Synchronized``.
+    """
+
     # Not a subclass of nn.SyncBatchNorm, which DistributedDataParallel refuses on the CPU.
-    __doc__ = (
-        "``torch.nn.SyncBatchNorm`` on every device: inputs [N, C, ...] of 2 or more dimensions."
-        + _ARGUMENTS
-    )
 
     def _check_input_dim(self, x: Tensor) -> None:
         if x.dim() < 2:
@@ -256,18 +291,27 @@ class _Lazy(Synchronized):
 
 
 class LazyBatchNorm1d(_Lazy, nn.LazyBatchNorm1d):
-    """Becomes a synchronized ``BatchNorm1d`` at its first input."""
+    """Becomes a synchronized ``BatchNorm1d`` at its first input, whose channels it counts.
+
+    Takes the arguments of ``Synchronized`` but for ``num_features``.
+    """
 
     cls_to_become = BatchNorm1d  # type: ignore[assignment]
 
 
 class LazyBatchNorm2d(_Lazy, nn.LazyBatchNorm2d):
-    """Becomes a synchronized ``BatchNorm2d`` at its first input."""
+    """Becomes a synchronized ``BatchNorm2d`` at its first input, whose channels it counts.
+
+    Takes the arguments of ``Synchronized`` but for ``num_features``.
+    """
 
     cls_to_become = BatchNorm2d  # type: ignore[assignment]
 
 
 class LazyBatchNorm3d(_Lazy, nn.LazyBatchNorm3d):
-    """Becomes a synchronized ``BatchNorm3d`` at its first input."""
+    """Becomes a synchronized ``BatchNorm3d`` at its first input, whose channels it counts.
+
+    Takes the arguments of ``Synchronized`` but for ``num_features``.
+    """
 
     cls_to_become = BatchNorm3d  # type: ignore[assignment]

@@ -30,10 +30,6 @@ class ModelDataParallel(nn.Module):
     the backward pass the gradients of all replicas add up in the parameters of ``module``. Buffers
     that a forward changes, such as running statistics, are those of the first replica.
 
-    ``net(inputs)`` takes a list with one entry for each of the first devices: a tensor, a tuple of
-    arguments or a dict of keyword arguments, on that device; and returns the list of outputs. A
-    list of one entry, or a tensor instead of a list, runs ``module`` itself on the first device.
-
         net = syncbn.ModelDataParallel(syncbn.convert_model(model), ["cuda:0", "cuda:1"])
         outputs = net(syncbn.scatter(x, net.devices))
 
@@ -42,10 +38,10 @@ class ModelDataParallel(nn.Module):
         devices: where the replicas run. They may repeat, and may be "cpu".
         sync: False runs the replicas one after another, each with local statistics.
 
-    Raises, in forward:
-        ValueError: no inputs, or more than devices.
-        RuntimeError: ``module`` has been moved away from the first device.
-        Exception: the one that a replica raised, with its traceback.
+    Raises:
+        ValueError: no devices.
+
+    Source: the interface is that of a class of the same name for MXNet's Gluon.
     """
 
     def __init__(self, module: nn.Module, devices: Sequence[Device], sync: bool = True) -> None:
@@ -65,6 +61,21 @@ class ModelDataParallel(nn.Module):
             return getattr(self.module, name)
 
     def forward(self, inputs: Any) -> Any:
+        """Runs one replica per input.
+
+        Args:
+            inputs: a list with one entry for each of the first devices: a tensor, a tuple of
+                arguments or a dict of keyword arguments, on that device. A list of one entry, or a
+                tensor instead of a list, runs ``module`` itself on the first device.
+
+        Returns:
+            The list of outputs, in the order of the devices; for a tensor, the output.
+
+        Raises:
+            ValueError: no inputs, or more than devices.
+            RuntimeError: ``module`` has been moved away from the first device.
+            Exception: the one that a replica raised, with its traceback.
+        """
         if isinstance(inputs, Tensor):
             return self.module(inputs)
         if not isinstance(inputs, (list, tuple)) or not 0 < len(inputs) <= len(self.devices):

@@ -33,6 +33,9 @@ def exchange_for(group: dist.ProcessGroup | Exchange | None) -> Exchange:
             ``ProcessGroup``; or an ``Exchange``, returned as it is. A process group of one rank
             exchanges nothing.
 
+    Returns:
+        The exchange of this participant.
+
     Raises:
         ValueError: this rank is not a member of ``group``.
         TypeError: ``group`` is something else.

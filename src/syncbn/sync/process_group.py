@@ -75,6 +75,9 @@ def create_process_group(group_size: int) -> dist.ProcessGroup:
     Args:
         group_size: ranks per group; divides the world size.
 
+    Returns:
+        The group that this rank is in.
+
     Raises:
         RuntimeError: no default process group yet.
         ValueError: ``group_size`` does not divide the world size.
