@@ -131,8 +131,11 @@ def gpu_times(
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def host_times(layers: dict[str, type], count: int = 20) -> dict[str, float]:
-    """Microseconds of forward + backward per small layer, on the host's clock."""
+def host_times(
+    layers: dict[str, type], count: int = 20, rounds: int | None = None
+) -> dict[str, float]:
+    """Microseconds of forward + backward per small layer, on the host's clock. ``rounds``: for
+    ranks, which have to agree on how often."""
     x = torch.randn(2, 16, 4, 4, device="cuda", requires_grad=True)
     dy = torch.randn_like(x)
 
@@ -143,7 +146,7 @@ def host_times(layers: dict[str, type], count: int = 20) -> dict[str, float]:
         nn.Sequential(*(layer(16, device="cuda") for _ in range(count)))
         for layer in layers.values()
     ]
-    times = alternate([partial(step, stack) for stack in stacks], seconds=4)
+    times = alternate([partial(step, stack) for stack in stacks], seconds=4, rounds=rounds)
     return {name: t / count for name, t in zip(layers, times, strict=True)}
 
 
