@@ -4,9 +4,11 @@
 
 calls ``function(*args)`` on every rank and returns what each returned. The function is sent by
 name, so it stands at the top level of a module in this folder; it asks ``torch.distributed`` which
-rank it is. Starting Python and importing PyTorch takes seconds, so two gloo ranks are kept and run
-one function after the other; they are replaced after a failure. Other world sizes and backends get
-processes of their own.
+rank it is. Starting Python and importing PyTorch takes seconds, so two ranks are kept and run one
+function after the other; they are replaced after a failure. Other world sizes get processes of
+their own.
+
+The backend is gloo, or what SYNCBN_TEST_BACKEND says: nccl gives each rank a GPU.
 """
 
 import contextlib
@@ -21,10 +23,12 @@ from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 START_TIMEOUT = 90  # seconds until every rank has its process group
+BACKEND = os.environ.get("SYNCBN_TEST_BACKEND", "gloo")
 GRACE = 5  # seconds that the other ranks have to answer once one has failed
 
 
@@ -32,14 +36,16 @@ class RankError(AssertionError):
     """A rank raised, died or did not answer."""
 
 
-def run_ranks(world_size, function, *args, timeout=60, backend="gloo"):
+def run_ranks(world_size, function, *args, timeout=60, backend=BACKEND):
     """What ``function(*args)`` returns on each of ``world_size`` ranks, in their order.
 
     Raises ``RankError`` with the traceback of each rank that raised, and the names of those that
     did not answer within ``timeout`` seconds. No process outlives a failure.
     """
-    if (world_size, backend) == (2, "gloo"):
-        return _pool().run(function, args, timeout)
+    if backend == "nccl" and torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    if world_size == 2:
+        return _pool(backend).run(function, args, timeout)
     ranks = Ranks(world_size, backend)
     try:
         return ranks.run(function, args, timeout)
@@ -48,20 +54,19 @@ def run_ranks(world_size, function, *args, timeout=60, backend="gloo"):
 
 
 def close_pool():
-    """Ends the two ranks that are kept."""
-    for ranks in _kept:
+    """Ends the ranks that are kept."""
+    for ranks in _kept.values():
         ranks.close()
     _kept.clear()
 
 
-_kept = []
+_kept = {}  # by backend
 
 
-def _pool():
-    if not (_kept and _kept[0].alive):
-        close_pool()
-        _kept.append(Ranks(2, "gloo"))
-    return _kept[0]
+def _pool(backend):
+    if backend not in _kept or not _kept[backend].alive:
+        _kept[backend] = Ranks(2, backend)
+    return _kept[backend]
 
 
 class Ranks:

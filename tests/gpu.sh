@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Build, test suite and sanitizers on a machine with a GPU; a summary at the end.
+# Build, test suite and sanitizers on a machine with a GPU; a summary at the end. With two GPUs the
+# tests of several ranks run over NCCL too.
 #
 # Uses the Python that is there (PYTHON, default python3) and needs of it PyTorch, pybind11, setuptools, ninja
 # and pytest; nvcc and compute-sanitizer come from the CUDA toolkit. Builds for the GPUs at hand
@@ -34,6 +35,11 @@ step() {
 
 step build env SYNCBN_CUDA=1 "$PYTHON" -m pip install --no-build-isolation --no-deps --force-reinstall .
 step tests env SYNCBN_REQUIRE_CUDA=1 "$PYTHON" -m pytest -q -p no:cacheprovider tests
+if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -gt 1 ]; then
+  # shellcheck disable=SC2046  # one word per file
+  step nccl env SYNCBN_REQUIRE_CUDA=1 SYNCBN_TEST_BACKEND=nccl \
+    "$PYTHON" -m pytest -q -p no:cacheprovider -m cuda $(grep -l run_ranks tests/test_*.py)
+fi
 for tool in memcheck racecheck initcheck synccheck; do
   step "$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 "$PYTHON" tests/cuda_kernels.py
 done

@@ -62,3 +62,26 @@ def _capture_and_compare(sizes):
 def test_a_training_step_as_a_graph(size, steps):
     """Without a batch nothing moves, and nothing becomes NaN."""
     assert run_ranks(1, _capture_and_compare, size, backend="nccl") == [steps]
+
+
+def test_a_training_step_of_two_ranks_as_a_graph():
+    assert run_ranks(2, _capture_and_compare, 4, backend="nccl") == [7, 7]
+
+
+def _train_without_waiting():
+    exchange = ProcessGroupExchange(dist.group.WORLD)
+    model = syncbn.convert_model(network().cuda(), exchange)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    x = batch((4, 3, 8, 8), torch.float32, device="cuda")
+    for _ in range(2):
+        _step(model, optimizer, x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _step(model, optimizer, x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_host_never_waits_for_nccl(ranks):
+    run_ranks(ranks, _train_without_waiting, backend="nccl")
