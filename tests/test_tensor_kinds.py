@@ -82,7 +82,8 @@ def test_a_cuda_tensor_meets_a_cpu_only_build():
     del OnCuda.__torch_dispatch__
     sentence = (
         r"^batchnorm2d_sync: x is on cuda:0, but this syncbn was built without CUDA kernels; build "
-        r"it where nvcc and a CUDA build of PyTorch are: SYNCBN_CUDA=1 python -m pip install \S[^;]* syncbn$"
+        r"it where nvcc and a CUDA build of PyTorch are: SYNCBN_CUDA=1 python -m pip install "
+        r"\S[^;]* syncbn$"
     )
     for training in True, False:
         with pytest.raises(RuntimeError, match=sentence):
