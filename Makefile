@@ -2,7 +2,10 @@
 #
 #   make demo     train on real images in two processes; table and demo.png
 #   make test     the test suite against the installed wheel
-#   make lint     ruff, mypy, clang-format
+#   make wheel    that wheel in dist/, as it is released, for this Python and this machine's glibc
+#   make check-wheel  it again in fresh environments, with each PyTorch of CHECK_TORCH
+#   make wheels   every release wheel of one variant (CUDA=13 or 12), in containers
+#   make lint     ruff, mypy, clang-format; zizmor for the workflows
 #   make example  replicas in threads, on the CPU
 #   make bench    CPU kernels, host time and import time against PyTorch's
 #   make gpu-test build, tests and sanitizers on a machine with a GPU, in its own Python
@@ -10,8 +13,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
+# What `make test` runs on, and what `make check-wheel` does.
+TORCH ?= torch>=2.10
+CHECK_TORCH ?= torch==2.13.0 torch==2.14.1
+CUDA ?= 13
 SOURCES := setup.py pyproject.toml MANIFEST.in README.md LICENSE \
   $(shell find csrc src/syncbn -type f -not -name '*.pyc' -not -name '*.so')
+# Building twice gives the same wheel: the files in it are as old as the commit.
+export SOURCE_DATE_EPOCH ?= $(or $(shell git log -1 --format=%ct 2>/dev/null),315532800)
 CXX_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
 
 # Stamps of what has been installed into the environment. $(call group,test) installs a dependency group of pyproject.toml.
@@ -19,21 +28,29 @@ READY := $(VENV)/.ready
 INSTALLED := $(VENV)/.installed
 group = $(BIN)/pip install -q --group $(1)
 
-.PHONY: demo test example lint format bench wheel sdist gpu-test clean
+.PHONY: demo test example lint format bench wheel check-wheel wheels sdist gpu-test clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade 'pip>=25.1'
 	$(call group,test)
-	$(BIN)/pip install -q 'torch>=2.10' ninja
+	$(call group,wheel)
+	$(BIN)/pip install -q '$(TORCH)' ninja
 	touch $@
 
 # The wheel is built in the environment that it is installed into, against its PyTorch.
+# Without --plat, auditwheel takes the oldest platform tag that the wheel qualifies for: that of this
+# machine's glibc. Wheels for manylinux_2_28 come from its container (make wheels).
 $(INSTALLED): $(READY) $(SOURCES)
 	rm -rf build dist
-	$(BIN)/python -m build --wheel --no-isolation --outdir dist . > $(VENV)/build.log 2>&1 \
+	$(BIN)/python -m build --wheel --no-isolation --outdir build/wheel . > $(VENV)/build.log 2>&1 \
 	  || { cat $(VENV)/build.log; exit 1; }
 	grep -m1 '^syncbn:' $(VENV)/build.log
+ifeq ($(shell uname),Linux)
+	PATH="$(BIN):$$PATH" auditwheel repair --wheel-dir dist build/wheel/syncbn-*.whl
+else
+	mkdir -p dist && cp build/wheel/syncbn-*.whl dist
+endif
 	$(BIN)/pip install -q --force-reinstall --no-deps dist/syncbn-*.whl
 	touch $@
 
@@ -59,6 +76,7 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
+	$(BIN)/zizmor --offline --quiet .github
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .
@@ -75,7 +93,16 @@ gpu-test:
 	bash tests/gpu.sh
 
 wheel: $(INSTALLED)
-	@ls dist/syncbn-*.whl
+	PATH="$(BIN):$$PATH" .ci/check-dist dist/syncbn-*.whl
+
+check-wheel: $(INSTALLED)
+	PYTHON=$(PYTHON) .ci/check-wheel dist/syncbn-*.whl $(foreach torch,$(CHECK_TORCH),'$(torch)')
+
+# Needs Docker on Linux. cibuildwheel's version stands for those of the containers and interpreters.
+wheels:
+	$(PYTHON) -m venv build/cibuildwheel
+	build/cibuildwheel/bin/pip install -q cibuildwheel==4.3.5
+	CIBW_BEFORE_ALL_LINUX='bash .ci/cuda-toolkit $(CUDA)' build/cibuildwheel/bin/cibuildwheel --output-dir dist
 
 sdist: $(READY)
 	$(BIN)/python -m build --sdist --no-isolation --outdir dist .
