@@ -2,13 +2,14 @@
 #
 #   make demo     train on real images in two processes; table and demo.png
 #   make test     the test suite against the installed wheel
-#   make wheel    that wheel in dist/, as it is released, for this Python and this machine's glibc
-#   make check-wheel  it again in fresh environments, with each PyTorch of CHECK_TORCH
-#   make wheels   every release wheel of one variant (CUDA=13 or 12), in containers
 #   make lint     ruff, mypy, clang-format; zizmor for the workflows
 #   make example  replicas in threads, on the CPU
 #   make bench    CPU kernels, host time and import time against PyTorch's
 #   make gpu-test build, tests and sanitizers on a machine with a GPU, in its own Python
+#
+#   make wheel        the wheel that `make test` tests, checked for release, in dist/
+#   make check-wheel  it in fresh environments, one with each PyTorch of CHECK_TORCH
+#   make wheels       the release wheels of one variant (CUDA=13 or 12), built in containers
 
 PYTHON ?= python3
 VENV := .venv
@@ -28,7 +29,7 @@ READY := $(VENV)/.ready
 INSTALLED := $(VENV)/.installed
 group = $(BIN)/pip install -q --group $(1)
 
-.PHONY: demo test example lint format bench wheel check-wheel wheels sdist gpu-test clean
+.PHONY: demo test example lint format bench wheel sdist gpu-test clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -95,6 +96,7 @@ gpu-test:
 wheel: $(INSTALLED)
 	PATH="$(BIN):$$PATH" .ci/check-dist dist/syncbn-*.whl
 
+.PHONY: check-wheel wheels
 check-wheel: $(INSTALLED)
 	PYTHON=$(PYTHON) .ci/check-wheel dist/syncbn-*.whl $(foreach torch,$(CHECK_TORCH),'$(torch)')
 
