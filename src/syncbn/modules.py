@@ -136,7 +136,7 @@ class Synchronized(Options):
             # torch.fx.symbolic_trace: a leaf of the graph, as PyTorch's own layers are.
             path = x.tracer.path_of_module(self)
             return x.tracer.create_proxy("call_module", path, (x,), {})
-        if isinstance(self.process_group, Replica):
+        if type(self.process_group) is Replica:  # an isinstance of an ABC costs 0.3 us
             try:
                 return self._forward(x)
             except Exception as error:
