@@ -15,7 +15,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
-# What `make test` runs on, and what `make check-wheel` does.
+# What `make test` runs on (with another one than before: `make clean` first), and what `make
+# check-wheel` does.
 TORCH ?= torch>=2.10
 CHECK_TORCH ?= torch==2.13.0 torch==2.14.1
 CUDA ?= 13

@@ -84,7 +84,8 @@ def check_versions(home: str) -> None:
 def choose_archs(home: str) -> str:
     """The architectures as PyTorch's TORCH_CUDA_ARCH_LIST names them, all of them known to nvcc."""
     listed = re.findall(r"^compute_(\d+)(\d)$", ask_nvcc(home, "--list-gpu-arch"), re.MULTILINE)
-    known = [f"{major}.{minor}" for major, minor in listed]
+    # The kernels need 7.0's memory model.
+    known = [f"{major}.{minor}" for major, minor in listed if int(major) >= 7]
     wish = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(" ", ";")
     if not wish:
         return ";".join(arch for arch in DEFAULT_ARCHS if arch in known) + "+PTX"
@@ -92,8 +93,8 @@ def choose_archs(home: str) -> str:
     unknown = [arch for arch in re.findall(r"\d+\.\d+", wish) if arch not in known]
     if unknown:
         sys.exit(
-            f"TORCH_CUDA_ARCH_LIST: the nvcc in {home} does not compile for {', '.join(unknown)},"
-            f" only for {', '.join(known)}."
+            f"TORCH_CUDA_ARCH_LIST: syncbn with the nvcc in {home} does not compile for"
+            f" {', '.join(unknown)}, only for {', '.join(known)}."
         )
     return wish
 

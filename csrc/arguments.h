@@ -21,12 +21,13 @@ constexpr int64_t kOneValue = -1;  // as a size: a tensor of shape [], as num_ba
 // ---- names for messages
 
 inline std::string dtype_name(const DLDataType& t) {
-  const char* kind = t.code == kDLFloat    ? "float"
-                     : t.code == kDLBfloat ? "bfloat"
-                     : t.code == kDLInt    ? "int"
-                     : t.code == kDLUInt   ? "uint"
-                     : t.code == kDLBool   ? "bool"
-                                           : "other";
+  const char* kind = t.code == kDLFloat     ? "float"
+                     : t.code == kDLBfloat  ? "bfloat"
+                     : t.code == kDLInt     ? "int"
+                     : t.code == kDLUInt    ? "uint"
+                     : t.code == kDLComplex ? "complex"
+                     : t.code == kDLBool    ? "bool"
+                                            : "other";
   return t.code == kDLBool ? kind : kind + std::to_string(t.bits);
 }
 
@@ -91,6 +92,10 @@ class Arguments {
     dtype_ = dtype_of(name, x);
     if (x.dl.ndim < 2) {
       value_error(std::string(name) + " with at least 2 dimensions", std::to_string(x.dl.ndim));
+    }
+    if (x.dl.shape[1] >= int64_t{1} << 31) {
+      value_error(std::string(name) + " with fewer than 2^31 channels",
+                  std::to_string(x.dl.shape[1]));
     }
     dense_ = dense_layout(x.dl.ndim, x.dl.shape, x.dl.strides, &layout_);
     if (!dense_) layout_ = {0, x.dl.shape[1], 1};
@@ -177,6 +182,10 @@ class Arguments {
     if (t.dl.ndim != 1 || t.dl.dtype.bits != 8) {
       value_error("workspace of bytes with 1 dimension",
                   dtype_name(t.dl.dtype) + " of shape " + shape_name(t));
+    }
+    not_null("workspace", t);
+    if ((t.size() > 1 && t.dl.strides[0] != 1) || !t.is_aligned()) {
+      value_error("workspace contiguous and aligned to 16 bytes", "another view");
     }
     return {t.data(), static_cast<size_t>(t.size())};
   }

@@ -128,8 +128,15 @@ void backward_input(const Tensor& dy, const Tensor& x, const Tensor& weight, con
   SYNCBN_RUN(backward_input, x, op);
 }
 
+// CUDA kernels read value by value what lies unlike the tensor beside it, and number what they read
+// in 32 bits. So large tensors have to begin at a multiple of 16 bytes, as new ones do.
+bool begins_well(const Tensor& t) {
+  return !t.is_cuda() || t.is_aligned() || t.size() <= int64_t{1} << 30;
+}
+
 bool same_layout(const Tensor& a, const Tensor& b) {
-  return a.dl.ndim == b.dl.ndim && same_strides(a.dl.ndim, a.dl.shape, a.dl.strides, b.dl.strides);
+  return a.dl.ndim == b.dl.ndim &&
+         same_strides(a.dl.ndim, a.dl.shape, a.dl.strides, b.dl.strides) && begins_well(a);
 }
 
 // ---- both ops of one direction, for a participant that is alone: nothing happens between them
@@ -190,7 +197,7 @@ bool check(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tens
   Arguments check("batchnorm2d_sync", "x", x);
   const bool gapless = check.gapless("weight", weight) & check.gapless("bias", bias);
   check.running(running_mean, running_var, num_batches_tracked, momentum.has_value());
-  return check.dense() && gapless;
+  return check.dense() && gapless && begins_well(x);
 }
 
 // The device, stream and graph capture (0 for none) that an op on x would be launched in.
@@ -266,9 +273,12 @@ PYBIND11_MODULE(_C, m) {
   m.def("check", &check, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("running_mean"),
         py::arg("running_var"), py::arg("num_batches_tracked"), py::arg("momentum"),
         "Raises what the four ops would raise for these arguments. Returns whether x, weight and "
-        "bias have no gaps in memory, in any order of dimensions; if not, they have to be copied.");
-  m.def("same_layout", &same_layout, py::arg("a"), py::arg("b"),
-        "Whether two tensors of one shape place every element at the same offset.");
+        "bias can be read where they are: without gaps in memory, in any order of dimensions; if "
+        "not, they have to be copied.");
+  m.def(
+      "same_layout", &same_layout, py::arg("a"), py::arg("b"),
+      "Whether two tensors of one shape place every element at the same offset, and a can be read "
+      "where it is.");
   m.def("launch_context", &launch_context, py::arg("x"),
         "(device, stream, graph capture or 0) of an op on x, which is on a CUDA device.");
   m.attr("WORKSPACE_BYTES") = kWorkspaceBytes;

@@ -21,8 +21,8 @@ struct Moments {
 //
 // sumsq and sum * mean each carry a few roundings of relative size 2^-53. A difference below 2^-50
 // of sumsq is those roundings, not data: it counts as 0, so that a constant channel has variance 0.
-// Where half the values of a float32 channel are neighbours of the other half, the variance is 2^-50
-// or more and stays; a few values that are neighbours of all others count as equal to them.
+// Where half the values of a float32 channel are neighbours of the other half, the variance is
+// 2^-50 or more and stays; a few values that are neighbours of all others count as equal to them.
 SYNCBN_HOST_DEVICE inline Moments moments_of(double sum, double sumsq, double n) {
   if (n == 0) return {0, 0};
   const double mean = sum / n;

@@ -10,6 +10,7 @@
 #include <ATen/dlpack.h>
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
 #include <string>
 
 #include "ops.h"
@@ -17,7 +18,7 @@
 namespace syncbn {
 
 // A borrowed view, valid while the Python tensor is: the length of a call. Not `defined` for None,
-// and for what cannot be read: its type is then in `foreign`, or its device in `elsewhere`.
+// and for what cannot be read: what it is is then in `foreign`, or its device in `elsewhere`.
 struct Tensor {
   DLTensor dl{};
   const DLPackExchangeAPI* api = nullptr;
@@ -31,6 +32,7 @@ struct Tensor {
     return size;
   }
   void* data() const { return static_cast<char*>(dl.data) + dl.byte_offset; }
+  bool is_aligned() const { return reinterpret_cast<uintptr_t>(data()) % 16 == 0; }
   bool is_cuda() const { return dl.device.device_type == kDLCUDA; }
   bool is_cpu() const {
     return dl.device.device_type == kDLCPU || dl.device.device_type == kDLCUDAHost;
@@ -98,8 +100,16 @@ struct type_caster<syncbn::Tensor> {
       return true;
     }
     if (value.api->dltensor_from_py_object_no_sync(source.ptr(), &value.dl) != 0) {
-      PyErr_Clear();  // says less than the device does
-      value.elsewhere = str(source.attr("device"));
+      PyErr_Clear();  // says less than this does
+      const std::string device = str(source.attr("device").attr("type"));
+      if (device != "cpu" && device != "cuda") {
+        value.elsewhere = str(source.attr("device"));
+      } else if (source.attr("is_nested").cast<bool>()) {
+        value.foreign = "a nested tensor";
+      } else {
+        value.foreign = str(source.attr("layout"));
+        if (value.foreign == "torch.strided") value.foreign = str(source.attr("dtype"));
+      }
       return true;
     }
     value.defined = true;

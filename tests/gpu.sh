@@ -3,7 +3,7 @@
 # tests of several ranks run over NCCL too.
 #
 # Uses the Python that is there (PYTHON, default python3) and needs of it PyTorch, pybind11, setuptools, ninja
-# and pytest; nvcc and compute-sanitizer come from the CUDA toolkit. Builds for the GPUs at hand
+# and pytest (with `build`, packaging is tested too); nvcc and compute-sanitizer come from the CUDA toolkit. Builds for the GPUs at hand
 # unless TORCH_CUDA_ARCH_LIST says otherwise.
 set -u -o pipefail
 cd "$(dirname "$0")/.."

@@ -51,7 +51,7 @@ def toolkit(folder, version):
         folder / "bin/nvcc",
         "case $1 in\n"
         f"  --version) echo 'Cuda compilation tools, release {version}, V{version}.1' ;;\n"
-        "  --list-gpu-arch) printf 'compute_75\\ncompute_90\\ncompute_120\\n' ;;\n"
+        "  --list-gpu-arch) printf 'compute_61\\ncompute_75\\ncompute_90\\ncompute_120\\n' ;;\n"
         "esac\n",
     )
     (folder / "include").mkdir()
@@ -115,7 +115,7 @@ def test_an_architecture_that_nvcc_does_not_know(tmp_path):
     )
     assert done.returncode == 1
     assert done.stderr == (
-        f"TORCH_CUDA_ARCH_LIST: the nvcc in {home} does not compile for 6.1,"
+        f"TORCH_CUDA_ARCH_LIST: syncbn with the nvcc in {home} does not compile for 6.1,"
         " only for 7.5, 9.0, 12.0.\n"
     )
 

@@ -1,8 +1,6 @@
-"""Cases that users of other synchronized batch norms reported, numbered as in the list of reports.
+"""Cases that users of other synchronized batch norms reported; docstrings name the reports.
 
-12 and 13 need CUDA; 14 (torch.compile) and 16, 17, 19, 20 (replicas in threads) come with those
-features; 18 and 22 to 29 concern modules: test_cases_modules.py; 30 and 31 the build:
-test_packaging.py. Expected numbers are float64 (exact.json).
+Those about modules are in test_cases_modules.py. Expected numbers are float64 (exact.json).
 """
 
 import copy
@@ -61,19 +59,19 @@ def check_exact(name, dtype, device):
 
 
 @over_dtypes
-def test_case_01_ranks_with_different_batch_sizes(dtype, device):
+def test_ranks_with_different_batch_sizes(dtype, device):
     """pytorch#22192, apex#387"""
     check_exact("uneven_rows", dtype, device)
 
 
 @over_dtypes
-def test_case_02_one_row_on_each_rank(dtype, device):
+def test_one_row_on_each_rank(dtype, device):
     """pytorch#36865, apex#262"""
     check_exact("one_row_per_rank", dtype, device)
 
 
 @over_dtypes
-def test_case_03_a_rank_with_an_empty_batch(dtype, device):
+def test_a_rank_with_an_empty_batch(dtype, device):
     """pytorch#36530"""
     empty = check_exact("empty_rank", dtype, device)[0]
     assert empty["dx"].shape == tuple(EXACT["empty_rank"]["shape_of_empty"])
@@ -82,7 +80,7 @@ def test_case_03_a_rank_with_an_empty_batch(dtype, device):
 
 
 @pytest.mark.parametrize("other", [torch.float16, torch.float32], ids=str)
-def test_case_04_an_empty_rank_in_half(other, device):
+def test_an_empty_rank_in_half(other, device):
     """pytorch PR#37198: both must put the same dtype on the wire"""
     xs, dys = parts([(0, 5, 3, 3), (4, 5, 3, 3)], other)
     xs[0], dys[0] = xs[0].half(), dys[0].half()
@@ -93,7 +91,7 @@ def test_case_04_an_empty_rank_in_half(other, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_case_05_a_half_module_counts_81920_values(dtype, device):
+def test_a_half_module_counts_81920_values(dtype, device):
     """pytorch#70901: counts must not be held in half"""
     xs, dys = parts([(10, 2, 64, 64)] * 2)
     xs = [(5 + torch.randn(x.shape)).to(dtype) for x in xs]
@@ -107,7 +105,7 @@ def test_case_05_a_half_module_counts_81920_values(dtype, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_case_06_half_input_without_running_statistics(dtype, device):
+def test_half_input_without_running_statistics(dtype, device):
     """pytorch#49730, fairscale#659: float32 parameters, track_running_stats=False"""
     layer = syncbn.BatchNorm2d(5, track_running_stats=False, device=device)
     xs, dys = parts([(4, 5, 3, 3)], dtype)
@@ -122,7 +120,7 @@ def test_case_06_half_input_without_running_statistics(dtype, device):
 
 @over_dtypes
 @pytest.mark.parametrize("channels_last", ["x", "dy"])
-def test_case_07_gradient_in_another_layout(channels_last, dtype, device):
+def test_gradient_in_another_layout(channels_last, dtype, device):
     """pytorch#62967"""
     xs, dys = parts([(3, 66, 4, 5), (2, 66, 4, 5)], dtype)
     changed = xs if channels_last == "x" else dys
@@ -135,7 +133,7 @@ def test_case_07_gradient_in_another_layout(channels_last, dtype, device):
 
 @over_dtypes
 @pytest.mark.parametrize("channels", [1, 3, 64, 66, 130, 257])
-def test_case_08_channels_last_with_many_channels(channels, dtype, device):
+def test_channels_last_with_many_channels(channels, dtype, device):
     """pytorch PR#57077"""
     xs, dys = parts([(4, channels, 5, 7)], dtype)
     xs, dys = ([t.to(memory_format=torch.channels_last) for t in ts] for ts in (xs, dys))
@@ -145,13 +143,13 @@ def test_case_08_channels_last_with_many_channels(channels, dtype, device):
 
 
 @pytest.mark.parametrize("make", [syncbn.BatchNorm1d, syncbn.SyncBatchNorm])
-def test_case_09_input_of_two_dimensions(make, device):
+def test_input_of_two_dimensions(make, device):
     """pytorch#20204, apex#194"""
     x = batch((8, 4), torch.float32, device=device)
     assert_near(make(4, device=device)(x), run_whole([x.cpu()], [x.cpu()])[0]["y"])
 
 
-def test_case_10_without_weight_and_bias(device):
+def test_without_weight_and_bias(device):
     """pytorch#54495, apex#158"""
     xs, dys = parts([(3, 5, 2, 2), (1, 5, 2, 2)], torch.float32)
     results = on_ranks(xs, dys, None, None, device)
@@ -179,7 +177,7 @@ def _one_rank_skips_the_layer(direction):
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_case_11_one_rank_skips_the_layer(direction):
+def test_one_rank_skips_the_layer(direction):
     """pytorch#44957: an error that names the group, never a silent wrong result"""
     start = time.monotonic()
     (error, name), (nothing, _) = run_ranks(2, _one_rank_skips_the_layer, direction)
@@ -190,7 +188,7 @@ def test_case_11_one_rank_skips_the_layer(direction):
 
 
 @pytest.mark.cuda
-def test_case_12_the_host_never_waits_for_the_gpu():
+def test_the_host_never_waits_for_the_gpu():
     """pytorch#36452"""
     layer = syncbn.BatchNorm2d(64, momentum=None, device="cuda")
     x = batch((8, 64, 14, 14), torch.float32, device="cuda").requires_grad_()
@@ -206,7 +204,7 @@ def test_case_12_the_host_never_waits_for_the_gpu():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_case_13_a_training_step_in_a_cuda_graph(momentum):
+def test_a_training_step_in_a_cuda_graph(momentum):
     """pytorch#78549"""
     layer = syncbn.BatchNorm2d(5, momentum=momentum, device="cuda")
     eager = copy.deepcopy(layer)
@@ -249,7 +247,7 @@ def _gradient_penalty(xs):
     return x.grad
 
 
-def test_case_15_gradient_penalty():
+def test_gradient_penalty():
     """pytorch#61222"""
     xs, _ = parts([(3, 5, 2, 2), (1, 5, 2, 2)])
     whole = torch.cat(xs).requires_grad_()
@@ -264,7 +262,7 @@ def test_case_15_gradient_penalty():
 
 
 @over_dtypes
-def test_case_21_negative_gamma(dtype, device):
+def test_negative_gamma(dtype, device):
     """inplace_abn#92, #163: the sign is kept"""
     check_exact("negative_gamma", dtype, device)
 
@@ -277,7 +275,7 @@ def _parameter_gradients(layer, xs, dys, wrapped):
     return layer.weight.grad, layer.bias.grad
 
 
-def test_case_32_parameter_gradients_are_local_sums():
+def test_parameter_gradients_are_local_sums():
     """nnabla#1120: DDP averages them, and must not meet sums over all ranks"""
     xs, dys = parts([(3, 5, 2, 2), (1, 5, 2, 2)])
     expected = run_whole(xs, dys, torch.ones(5), torch.zeros(5))
@@ -298,7 +296,7 @@ def _running_statistics(xs):
     return list(layer.buffers())
 
 
-def test_case_33_running_statistics_are_bitwise_equal_on_all_ranks():
+def test_running_statistics_are_bitwise_equal_on_all_ranks():
     """detectron2#5409"""
     xs = [[torch.randn(n, 65, 7, 5) * 1e3 + i for i in range(10)] for n in (3, 2)]
     first, second = run_ranks(2, _running_statistics, xs)

@@ -16,7 +16,7 @@ from distributed import run_ranks
 from helpers import assert_near, assert_same_bits, batch
 
 
-def test_case_18_a_converted_layer_called_directly(device):
+def test_a_converted_layer_called_directly(device):
     """GANet#23: outside any parallel wrapper and process group it is plain BN"""
     x = batch((4, 5, 3, 3), torch.float32)
     stock = nn.BatchNorm2d(5)
@@ -31,7 +31,7 @@ def _train_then_eval(layer, xs):
     return list(layer.buffers()), layer.eval()(xs[0][0])
 
 
-def test_case_22_train_then_eval():
+def test_train_then_eval():
     """PyTorch-Encoding#35: buffers equal nn.BatchNorm's, with the unbiased variance"""
     stock = nn.BatchNorm2d(5).double()
     xs = [[batch((n, 5, 2, 2), seed=10 * n + i) for i in range(4)] for n in (3, 1)]
@@ -45,7 +45,7 @@ def test_case_22_train_then_eval():
         assert_near(y, expected)
 
 
-def test_case_23_convert_after_the_optimizer_was_built(device):
+def test_convert_after_the_optimizer_was_built(device):
     """pytorch#38940, CenterPoint#146: the optimizer still updates the layer"""
     model = nn.Sequential(nn.BatchNorm2d(5)).to(device)
     parameters = list(model.parameters())
@@ -62,7 +62,7 @@ class ActivatedBatchNorm(nn.BatchNorm2d):
         return super().forward(x).relu()
 
 
-def test_case_24_a_subclass_whose_forward_adds_an_activation(device):
+def test_a_subclass_whose_forward_adds_an_activation(device):
     """pytorch#187298, timm#1254: its behaviour is kept"""
     model = nn.Sequential(ActivatedBatchNorm(5)).to(device)
     x = batch((4, 5, 3, 3), torch.float32, device=device)
@@ -72,7 +72,7 @@ def test_case_24_a_subclass_whose_forward_adds_an_activation(device):
     assert_same_bits(model(x), expected)
 
 
-def test_case_25_convert_keeps_everything(device):
+def test_convert_keeps_everything(device):
     """apex#380, pytorch PR#22569, #37930, #43592"""
     layer = nn.BatchNorm2d(5, dtype=torch.float64, device=device)
     layer(batch((4, 5, 3, 3), device=device))
@@ -96,7 +96,7 @@ def test_case_25_convert_keeps_everything(device):
     assert calls == [1]
 
 
-def test_case_26_back_to_batch_norm():
+def test_back_to_batch_norm():
     """pytorch#41081"""
     model = nn.Sequential(nn.Conv2d(3, 5, 1), nn.BatchNorm2d(5))
     keys = list(model.state_dict())
@@ -109,7 +109,7 @@ def test_case_26_back_to_batch_norm():
     assert list(reverted.state_dict()) == keys
 
 
-def test_case_27_deepcopy_and_save(device):
+def test_deepcopy_and_save(device):
     """pytorch#76927, SynchronizedBatchNorm-PyTorch#9"""
     model = syncbn.convert_model(nn.Sequential(nn.BatchNorm2d(5))).to(device)
     model(batch((4, 5, 3, 3), torch.float32, device=device))
@@ -132,7 +132,7 @@ def _layer_then_group(path):
     return layer.running_mean
 
 
-def test_case_28_a_layer_built_before_the_process_group(tmp_path):
+def test_a_layer_built_before_the_process_group(tmp_path):
     """mmdetection#6410"""
     for running_mean in run_ranks(2, _layer_then_group, str(tmp_path / "meet")):
         assert_near(running_mean, torch.full((3,), 0.05, dtype=torch.float64))
@@ -169,7 +169,7 @@ def _train_and_measure(steps):
     return _peak_memory() - memory, tensors() - count
 
 
-def test_case_29_memory_stays_flat():
+def test_memory_stays_flat():
     """pytorch-syncbn#1, #5, gluon-cv#1298: on two ranks
 
     One tensor left behind per step would be 300, and 19 MiB if it is the smallest vector; the

@@ -179,9 +179,29 @@ def test_more_than_2_31_elements(channels, fmt):
     of_dy, of_dy_xhat = (sums_dy / sums[-1]).split(channels)
     assert of_dy.abs().max() < 1e-3
     assert (of_dy_xhat - 1).abs().max() < 1e-3
-    _C.backward_input(y, x, None, moments, sums_dy, y)
+    dx = torch.empty_like(x)
+    _C.backward_input(y, x, None, moments, sums_dy, dx)
     for i in (0, n // 2, n - 2, n - 1):
-        assert y[i].float().abs().max() < 5e-3
+        assert dx[i].float().abs().max() < 5e-3
+
+
+def test_rows_in_several_sections():
+    """More packs than a section numbers (csrc/cuda/walk.cuh): two, both partial, per row of 2."""
+    if torch.cuda.mem_get_info()[0] < 12 * 2**30:
+        pytest.skip("not enough device memory")
+    x = torch.empty(2**29 + 3, 2, 1, 2, dtype=torch.half, device="cuda").normal_()
+    sums = torch.empty(5, dtype=torch.float64, device="cuda")
+    _C.statistics(x, sums, workspace_for(x))
+    chunks = [part.double() for part in x[:: 2**22]]  # every so many rows
+    assert sums[-1].item() == 2 * x.shape[0]
+    exact = sum(part.sum((0, 2, 3), dtype=torch.float64) for part in x.split(2**26))
+    assert (sums[:2] - exact).abs().max() < 1e-6 * sums[-1]
+    y, moments = torch.empty_like(x), torch.empty_like(sums)
+    _C.normalize(x, None, None, sums, None, None, None, y, moments, 0.1, 1e-5)
+    mean, invstd = (v.view(2, 1, 1) for v in moments[:-1].split(2))
+    for part, out in zip(chunks, y[:: 2**22], strict=True):
+        assert ((part - mean) * invstd - out.double()).abs().max() < 2e-3
+    assert ((x[-1].double() - mean) * invstd - y[-1].double()).abs().max() < 2e-3
 
 
 def layer_and_input(channels=16):

@@ -68,6 +68,30 @@ def test_parameters_and_statistics_of_another_dtype(dtype, vectors_dtype, device
     assert actual["dweight"].dtype == actual["dbias"].dtype == vectors_dtype
 
 
+@pytest.mark.parametrize("vectors_dtype", DTYPES, ids=str)
+@over_dtypes
+def test_evaluation_with_parameters_of_another_dtype(dtype, vectors_dtype, device):
+    """A layer that trains must evaluate, though PyTorch's kernels take few such mixtures."""
+    layer = syncbn.BatchNorm2d(5, dtype=vectors_dtype, device=device)
+    with torch.no_grad():
+        for i, v in enumerate([layer.weight, layer.bias, layer.running_mean, layer.running_var]):
+            v.copy_(vector(5, vectors_dtype, device, seed=i).abs())
+    x, dy = (batch((3, 5, 4, 4), dtype, device=device, seed=i) for i in range(2))
+    exact = [double(t.detach()).requires_grad_() for t in (x, layer.weight, layer.bias)]
+    statistics = double(layer.running_mean), double(layer.running_var)
+    y = F.batch_norm(exact[0], *statistics, *exact[1:], False, 0.0, 1e-5)
+    expected = [y, *torch.autograd.grad(y, exact, double(dy))]
+    for trains, frozen in (False, False), (True, True):
+        layer.train(trains)
+        layer.frozen = frozen
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
+        actual = [y, *torch.autograd.grad(y, (leaf, layer.weight, layer.bias), dy)]
+        assert [t.dtype for t in actual] == [dtype, dtype, vectors_dtype, vectors_dtype]
+        for a, b in zip(actual, expected, strict=True):
+            assert_near(a, b, computed_in=torch.promote_types(dtype, torch.float32))
+
+
 def test_cumulative_average_over_several_batches(device):
     stock = torch.nn.BatchNorm2d(5, momentum=None, dtype=torch.float64)
     layer = syncbn.BatchNorm2d(5, momentum=None, dtype=torch.float64, device=device)
@@ -218,7 +242,8 @@ def test_strided_weight_and_bias(device):
 
 
 def test_a_view_with_a_lazy_sign(device):
-    """The imaginary part of a conjugate: its memory holds the opposite numbers."""
+    """The imaginary part of a conjugate: its memory holds the opposite numbers, with gaps, so that
+    it is copied."""
     x, dy = (batch((3, 5, 4, 4), device=device, seed=i) for i in range(2))
     lazy = [torch.complex(t, -t).conj().imag for t in (x, dy)]
     assert lazy[0].is_neg()

@@ -188,3 +188,13 @@ def test_cuda_ops_need_a_workspace(op):
         getattr(_C, op)(**good)
     with pytest.raises(ValueError, match=f"{op}: expected workspace on cuda:0, as x, got cpu"):
         getattr(_C, op)(**good, workspace=torch.zeros(_C.WORKSPACE_BYTES, dtype=torch.uint8))
+    memory = torch.zeros(_C.WORKSPACE_BYTES + 1, dtype=torch.uint8, device="cuda")
+    for view in memory[:1].expand(_C.WORKSPACE_BYTES), memory[1:]:
+        with pytest.raises(ValueError, match="expected workspace contiguous and aligned to 16"):
+            getattr(_C, op)(**good, workspace=view)
+
+
+def test_more_channels_than_fit():
+    x = torch.zeros(1).expand(1, 2**31)
+    with pytest.raises(ValueError, match=r"x with fewer than 2\^31 channels, got 2147483648"):
+        _C.check(x, None, None, None, None, None, 0.1)

@@ -1,4 +1,4 @@
-"""ModelDataParallel and scatter: the second seed's interface, lists in and lists out."""
+"""ModelDataParallel and scatter: lists in and lists out."""
 
 import copy
 import pickle
@@ -42,7 +42,7 @@ class Joined(nn.Module):
 
 
 @pytest.mark.parametrize("devices", DEVICES)
-def test_the_first_seeds_100_steps(devices):
+def test_100_steps_of_sgd(devices):
     torch.backends.cudnn.allow_tf32 = False
     expected_model = net().to(devices[0])
     xs = [x.to(devices[0]) for x in batches(4)]

@@ -27,7 +27,7 @@ from whole_batch import assert_part, parts, run_whole
 
 
 @pytest.mark.parametrize("rows", [[2, 2], [1, 3], [1] * 8, [3, 1, 2, 5]], ids=str)
-def test_a_layer_equals_one_layer_on_the_whole_batch(rows):  # cases 16 and 17
+def test_a_layer_equals_one_layer_on_the_whole_batch(rows):
     xs, dys = parts([(n, 5, 4, 3) for n in rows])
     layer = syncbn.BatchNorm2d(5, dtype=torch.float64)
     with torch.no_grad():
@@ -117,7 +117,7 @@ def test_layer_used_several_times():
     assert model.norm.num_batches_tracked == 2
 
 
-def test_layers_called_directly_are_plain():  # case 18
+def test_layers_called_directly_are_plain():
     reference, model = local_and_synchronized(nn.BatchNorm2d(5))
     compare_a_step(reference, model, [batch((4, 5, 3, 3))], lambda m, xs: [m(x) for x in xs])
     compare_a_step(reference, model, batch((4, 5, 3, 3)).split(2))
@@ -195,7 +195,7 @@ def test_results_repeat_bit_for_bit():
 
 
 @pytest.mark.parametrize("per_replica", [1, 4])
-def test_the_first_seeds_100_steps(per_replica):
+def test_100_steps_of_sgd(per_replica):
     class Wrapped(nn.Module):
         def __init__(self, module):
             super().__init__()
@@ -215,7 +215,7 @@ def test_the_first_seeds_100_steps(per_replica):
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_1000_iterations_leave_nothing_behind():  # case 29
+def test_1000_iterations_leave_nothing_behind():
     model = syncbn.convert_model(net())
     xs = batch((4, 3, 3, 3), torch.float32).split(2)
 

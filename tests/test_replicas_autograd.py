@@ -76,7 +76,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=self.use_reentrant)
 
 
-def test_activation_checkpointing():  # case 20
+def test_activation_checkpointing():
     reference, model = local_and_synchronized(nn.Sequential(Checkpointed(), Checkpointed()))
     reference[0].on = reference[1].on = False
     for seed in range(3):

@@ -101,7 +101,7 @@ def run_wrapped(model, xs):
 @pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize("delay", [0.0, 0.2])
 @pytest.mark.parametrize("fault", ["raise", "bad dtype", "bad shape"])
-def test_the_exception_of_a_replica_reaches_the_caller(run, who, at, delay, fault):  # case 19
+def test_the_exception_of_a_replica_reaches_the_caller(run, who, at, delay, fault):
     reference, model = local_and_synchronized(Net())
     xs = batch((6, 3, 2, 2)).split(2)
     failing = [(x, fault, at, delay) if i == who else (x,) for i, x in enumerate(xs)]

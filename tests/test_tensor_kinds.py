@@ -123,11 +123,31 @@ def test_a_subclass_with_plain_memory(device):
     assert_near(y, batchnorm2d_sync(x, None, None, None, None))
 
 
-def test_sparse_and_quantized_tensors_are_refused(device):
-    with pytest.raises((TypeError, ValueError, RuntimeError)):
-        batchnorm2d_sync(torch.eye(4, device=device).to_sparse(), None, None, None, None)
-    with pytest.raises((TypeError, ValueError, RuntimeError)):
-        batchnorm2d_sync(torch.eye(4).cfloat().to(device), None, None, None, None)
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (torch.Tensor.to_sparse, "x to be a plain torch.Tensor, got torch.sparse_coo"),
+        (torch.Tensor.to_sparse_csr, "x to be a plain torch.Tensor, got torch.sparse_csr"),
+        (
+            lambda x: torch.nested.nested_tensor([x, x]),
+            "x to be a plain torch.Tensor, got a nested tensor",
+        ),
+        (
+            lambda x: torch.quantize_per_tensor(x.cpu(), 1.0, 0, torch.quint8),
+            "x to be a plain torch.Tensor, got torch.quint8",
+        ),
+        (
+            torch.Tensor.cfloat,
+            "x of dtype float32, float16, bfloat16 or float64, got complex64",
+        ),
+    ],
+    ids=["coo", "csr", "nested", "quantized", "complex"],
+)
+@pytest.mark.filterwarnings("ignore")  # of features in beta, and of those that go
+def test_what_is_no_plain_memory_is_refused(make, expected, device):
+    with pytest.raises(TypeError) as error:
+        batchnorm2d_sync(make(torch.eye(4, device=device)), None, None, None, None)
+    assert str(error.value) == f"batchnorm2d_sync: expected {expected}"
 
 
 def test_the_reference_runs_where_there_are_no_kernels(monkeypatch):

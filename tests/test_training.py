@@ -1,4 +1,4 @@
-"""The first seed's own test: two ranks train as one nn.BatchNorm on the whole batch."""
+"""Two ranks train as one nn.BatchNorm on the whole batch."""
 
 import copy
 
@@ -16,7 +16,7 @@ STEPS = 100
 
 
 def net():
-    """conv-BN-ReLU-conv-BN, initialized as the seed does it."""
+    """conv-BN-ReLU-conv-BN."""
     torch.manual_seed(123)
     model = nn.Sequential(
         nn.Conv2d(3, 3, 1, 1, bias=False),

@@ -3,8 +3,8 @@
 //
 // Per channel, with the mean split into `rounded` and a rest as in normalize:
 //
-//   dx = a * dy + (b * (x - rounded) + c),  a = weight * invstd,  b = -a * invstd * sum_dy_xhat /
-//   n,
+//   dx = a * dy + (b * (x - rounded) + c),  a = weight * invstd
+//                                           b = -a * invstd * sum_dy_xhat / n
 //                                           c = -a * sum_dy / n - b * (mean - rounded)
 //
 // Blocks and threads walk from the end of the tensors to their beginning: the end is what

@@ -36,7 +36,7 @@ struct Access {
   static constexpr uint32_t kResident = kSlots > 4 ? 512 : 1024;
   static constexpr uint32_t kBlocksPerSM = kResident / kThreads;
   // Steps that a thread takes at once, its loads under way together, with one tensor and with two:
-  // 64 KB on their way to each multiprocessor.
+  // in packs of 16 bytes, 64 KB on their way to each multiprocessor.
   static constexpr int kSteps = (kPack == 1 ? 8 : 4) * 1024 / kResident;
   static constexpr int kStepsOfTwo = (kPack == 1 ? 8 : 2) * 1024 / kResident;
   // Threads side by side in a matrix, at most: 256 bytes of a row.

@@ -27,7 +27,7 @@ struct Welford {
   acc mean[kSlots];
   acc m2[kSlots];
 
-  // Chan, Golub, LeVeque: Algorithms for computing the sample variance (1983). Only differences of
+  // Chan, Golub, LeVeque: Updating formulae and a pairwise algorithm (1979). Only differences of
   // means are squared, so P need not be near the mean.
   __device__ void merge_lane(uint32_t other) {
     const acc other_n = __shfl_xor_sync(0xffffffff, n, other);

@@ -95,6 +95,12 @@ def batchnorm2d_sync(
         local = running_mean is None
         if weight is None and bias is not None:
             weight = torch.ones_like(bias)
+        vectors = running_mean, running_var, weight, bias
+        if not fit_batch_norm(x, *vectors):
+            wide = torch.promote_types(x.dtype, torch.float32)
+            running_mean, running_var, weight, bias = (
+                None if v is None else v.to(wide) for v in vectors
+            )
         return F.batch_norm(x, running_mean, running_var, weight, bias, local, 0.0, eps)
     if ops is REFERENCE and functorch_active():
         raise RuntimeError(
@@ -123,6 +129,12 @@ def batchnorm2d_sync(
     call = ops, exchange, running_mean, running_var, num_batches_tracked, momentum, eps
     y: Tensor = apply(x, weight, bias, call)
     return y
+
+
+def fit_batch_norm(x: Tensor, *vectors: Tensor | None) -> bool:
+    """Whether ``F.batch_norm`` takes these [C]: all of ``x``'s dtype, or float32 beside halves."""
+    dtypes = {v.dtype for v in vectors if v is not None}
+    return dtypes <= {x.dtype} or (dtypes == {torch.float32} and x.dtype.itemsize == 2)
 
 
 class _BatchNorm(torch.autograd.Function):

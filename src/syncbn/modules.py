@@ -11,7 +11,7 @@ from torch.fx import Proxy
 from torch.nn.parameter import is_lazy
 
 from ._options import OPTIONS, Initializer, Options, channels_second
-from .functional import batchnorm2d_sync
+from .functional import batchnorm2d_sync, fit_batch_norm
 from .sync import Exchange, Replica
 from .sync.local import LOCAL
 from .sync.replicas import take_part
@@ -160,8 +160,7 @@ class Synchronized(Options):
                     "frozen: expected running statistics, got track_running_stats=False"
                 )
             trains = False
-        elif not (trains and self.sync) and (self.bias is None or self.weight is not None):
-            # PyTorch's own forward, which on CUDA has no backward for a bias without a weight.
+        elif not (trains and self.sync) and self._is_stock(x):
             return super().forward(x)
         # Straight from the dictionaries: attribute access of a module costs 0.6 us each. Replicas
         # and parametrized modules keep their tensors elsewhere.
@@ -184,6 +183,13 @@ class Synchronized(Options):
             self.momentum,
             self.eps,
             num_batches_tracked,
+        )
+
+    def _is_stock(self, x: Tensor) -> bool:
+        """Whether PyTorch's own forward will do: on CUDA it has no backward for a bias without a
+        weight, and its kernels take few mixtures of dtypes."""
+        return (self.bias is None or self.weight is not None) and fit_batch_norm(
+            x, self.weight, self.bias, self.running_mean, self.running_var
         )
 
     def extra_repr(self) -> str:
