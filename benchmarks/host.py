@@ -5,10 +5,11 @@
 The tensors are so small that what is measured is the way to the kernels. On a GPU the queue never
 fills, so that the host's clock sees the host's work alone.
 
-First one rank beside nn.BatchNorm2d. Then two gloo ranks beside one, and beside the two collectives
-of a layer called alone, as directly as they can be. A collective between layers also waits for the
-other rank to get there, which is the scheduler's time and none of the layer's; so the ratio is
-(collectives alone + what two ranks take more than one outside of collectives) / collectives alone.
+First one rank beside nn.BatchNorm2d. Then ranks that exchange (two over gloo; one over NCCL, which
+communicates all the same) beside one that does not, and beside the two collectives of a layer
+called alone, as directly as they can be. A collective between layers also waits for the other rank
+to get there, which is the scheduler's time and none of the layer's; so the ratio is (collectives
+alone + what exchanging takes outside of collectives) / collectives alone.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ def stack(layer: type[nn.BatchNorm2d], device: str = "cpu", **options: object) -
     return nn.Sequential(*(layer(SHAPE[1], **options) for _ in range(LAYERS))).to(device)
 
 
+def has_cuda() -> bool:
+    return syncbn._C.build_info()["cuda"] is not None and torch.cuda.is_available()
+
+
 def one_rank() -> None:
-    devices = ["cpu"] + (
-        ["cuda"] if syncbn._C.build_info()["cuda"] and torch.cuda.is_available() else []
-    )
+    devices = ["cpu"] + ["cuda"] * has_cuda()
     print("device  nn.BatchNorm2d us/layer  syncbn us/layer  ratio")
     for device in devices:
         x = torch.randn(SHAPE, device=device, requires_grad=True)
@@ -70,21 +73,30 @@ class Timed(ProcessGroupExchange):
 
 def collectives(forward: torch.Tensor, backward: torch.Tensor) -> None:
     """Those of a step, without layers."""
-    group = dist.group.WORLD
+    group, options = dist.group.WORLD, dist.AllreduceOptions()
+    options.asyncOp = False
     for values in forward, backward:
         for _ in range(LAYERS):
-            group.allreduce([values]).wait()
+            work = group.allreduce([values], options)
+            if work is not None:
+                work.wait()
 
 
-def two_ranks(rank: int, meeting_point: str) -> None:
+def exchanging(rank: int, ranks: int, backend: str, device: str, meeting_point: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=2)
-    x, dy = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE)
+    dist.init_process_group(
+        backend, init_method=f"file://{meeting_point}", rank=rank, world_size=ranks
+    )
+    x = torch.randn(SHAPE, device=device, requires_grad=True)
+    dy = torch.randn(SHAPE, device=device)
     channels = SHAPE[1]
-    sums = torch.zeros(2 * channels + 1, dtype=torch.float64), torch.zeros(2 * channels)
+    sums = (
+        torch.zeros(2 * channels + 1, dtype=torch.float64, device=device),
+        torch.zeros(2 * channels, device=device),
+    )
     exchange = Timed()
     group, alone = (
-        stack(syncbn.BatchNorm2d, process_group=e) for e in (exchange, syncbn.sync.Local())
+        stack(syncbn.BatchNorm2d, device, process_group=e) for e in (exchange, syncbn.sync.Local())
     )
     inside: list[float] = []
 
@@ -101,10 +113,9 @@ def two_ranks(rank: int, meeting_point: str) -> None:
     )
     inside_us = statistics.median(inside) / LAYERS
     if rank == 0:
-        print("\nus/layer  two ranks  of it collectives  one rank  collectives alone  ratio")
         ratio = 1 + (group_us - inside_us - alone_us) / collectives_us
         print(
-            f"cpu       {group_us:>9.1f} {inside_us:>18.1f} {alone_us:>9.1f} "
+            f"{backend:<8} {group_us:>11.1f} {inside_us:>18.1f} {alone_us:>9.1f} "
             f"{collectives_us:>18.1f} {ratio:>6.2f}"
         )
     dist.destroy_process_group()
@@ -114,8 +125,16 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}; {LAYERS} layers of {SHAPE}, forward + backward")
     one_rank()
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(two_ranks, (str(Path(folder) / "meet"),), nprocs=2)
+    print(
+        "\nus/layer  exchanging  of it collectives  one rank  collectives alone  ratio", flush=True
+    )
+    groups = [(2, "gloo", "cpu")] + [(1, "nccl", "cuda")] * has_cuda()
+    for ranks, backend, device in groups:
+        with tempfile.TemporaryDirectory() as folder:
+            meeting_point = str(Path(folder) / "meet")
+            torch.multiprocessing.spawn(
+                exchanging, (ranks, backend, device, meeting_point), nprocs=ranks
+            )
 
 
 if __name__ == "__main__":
