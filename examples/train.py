@@ -14,6 +14,7 @@ Needs torchvision, scikit-learn, matplotlib and tqdm.
 """
 
 import argparse
+import gc
 import os
 import statistics
 import sys
@@ -196,6 +197,10 @@ def main() -> str | None:
         dist.all_reduce(losses)
         if rank == 0:
             record(name, model, losses.cpu() / world_size, seconds)
+    # PyTorch 2.14 sometimes aborts at the end of a process in which a DistributedDataParallel,
+    # which is part of reference cycles, outlives its gloo group.
+    del ddp
+    gc.collect()
     dist.destroy_process_group()
     if rank != 0:
         return None
