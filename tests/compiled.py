@@ -1,11 +1,13 @@
 """Networks, compiled and not, trained side by side; and the graphs that a compiler gets to see."""
 
 import copy
+from functools import partial
 
 import torch
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import checkpoint
 
 import syncbn
 from helpers import assert_near
@@ -60,6 +62,19 @@ def compare(model, batches, backend, autocast=None, **options):
     assert_same_training(
         train(compiled, model, batches, autocast), train(eager, eager, batches, autocast)
     )
+
+
+def compare_inside_a_checkpoint(inputs, reentrant):
+    """The recomputation, a forward of the compiled block inside backward, counts nothing."""
+    model, eager = network(), network()
+    torch._dynamo.reset()
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    inputs = [x.requires_grad_() for x in inputs]
+    assert_same_training(
+        train(partial(checkpoint, run, use_reentrant=reentrant), model, inputs),
+        train(eager, eager, inputs),
+    )
+    assert model[1].num_batches_tracked == len(inputs) == 2
 
 
 class Graphs:

@@ -1,7 +1,6 @@
 """torch.compile with fullgraph=True on one rank: equal to eager, one graph for every batch size."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
@@ -131,16 +130,7 @@ def test_an_exchange_of_ones_own():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_compiled_blocks_inside_a_checkpoint(reentrant):
-    """The recomputation, a forward of the compiled block inside backward, counts nothing."""
-    model, eager = network(), network()
-    torch._dynamo.reset()
-    run = torch.compile(model, fullgraph=True, backend="aot_eager")
-    inputs = [x.requires_grad_() for x in batches(4, 4)]
-    compiled.assert_same_training(
-        compiled.train(partial(checkpoint, run, use_reentrant=reentrant), model, inputs),
-        compiled.train(eager, eager, inputs),
-    )
-    assert model[1].num_batches_tracked == 2
+    compiled.compare_inside_a_checkpoint(batches(4, 4), reentrant)
 
 
 def test_checkpoints_inside_a_compiled_model():

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import compiled
 from compiled import Graphs, network
@@ -92,15 +91,7 @@ def test_inside_ddp():
 
 
 def _compare_checkpointed(reentrant):
-    model, eager = network(), network()
-    torch._dynamo.reset()
-    run = torch.compile(model, fullgraph=True, backend="aot_eager")
-    inputs = [x.requires_grad_() for x in batches(4, 4)]
-    compiled.assert_same_training(
-        compiled.train(partial(checkpoint, run, use_reentrant=reentrant), model, inputs),
-        compiled.train(eager, eager, inputs),
-    )
-    assert model[1].num_batches_tracked == 2
+    compiled.compare_inside_a_checkpoint(batches(4, 4), reentrant)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

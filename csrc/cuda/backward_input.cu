@@ -81,13 +81,7 @@ __global__ __launch_bounds__(A::kThreads, A::kBlocksPerSM) void backward_input_k
       walk.template store<exist.value>(dx, span, pack_x[u]);
     }
   };
-  uint32_t step = walk.first;
-  while (walk.template is_whole<kSteps>(step)) {
-    apply(step, std::true_type{});
-    step += kSteps * walk.stride;
-    load(step);
-  }
-  apply(step, std::false_type{});
+  walk.template rounds<kSteps>(load, apply);
   let_next_start();
 }
 

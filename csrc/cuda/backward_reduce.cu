@@ -56,7 +56,7 @@ __global__ __launch_bounds__(A::kThreads, A::kBlocksPerSM) void backward_reduce_
   Sums<acc, A::kSlots> sum{};
 #pragma unroll
   for (int s = 0; s < A::kSlots; ++s) mean[s] = rounded[walk.entry(s)];
-  const auto add = [&](auto exist) {
+  const auto add = [&](uint32_t, auto exist) {
 #pragma unroll
     for (int u = 0; u < kSteps; ++u) {
       walk.complete(dy, span[u], pack_dy[u]);
@@ -71,13 +71,7 @@ __global__ __launch_bounds__(A::kThreads, A::kBlocksPerSM) void backward_reduce_
       }
     }
   };
-  uint32_t step = walk.first;
-  while (walk.template is_whole<kSteps>(step)) {
-    add(std::true_type{});
-    step += kSteps * walk.stride;
-    load(step);
-  }
-  add(std::false_type{});
+  walk.template rounds<kSteps>(load, add);
 
   reduce(plan, walk, sum, partials, [&](uint32_t entry, const Pair& total) {
     const uint32_t c = walk.channel(entry);

@@ -102,13 +102,7 @@ __global__ __launch_bounds__(A::kThreads, A::kBlocksPerSM) void normalize_kernel
       walk.template store<exist.value>(y, span, pack[u]);
     }
   };
-  uint32_t step = walk.first;
-  while (walk.template is_whole<kSteps>(step)) {
-    apply(step, std::true_type{});
-    step += kSteps * walk.stride;
-    load(step);
-  }
-  apply(step, std::false_type{});
+  walk.template rounds<kSteps>(load, apply);
   let_next_start();
 }
 

@@ -50,7 +50,7 @@ __global__ __launch_bounds__(A::kThreads, A::kBlocksPerSM) void statistics_kerne
   acc s1[A::kSlots] = {};
   acc s2[A::kSlots] = {};
   uint32_t taken = 0;  // values per slot
-  const auto add = [&](auto exist) {
+  const auto add = [&](uint32_t, auto exist) {
 #pragma unroll
     for (int u = 0; u < kSteps; ++u) {
       walk.complete(x, span[u], pack[u]);
@@ -65,13 +65,7 @@ __global__ __launch_bounds__(A::kThreads, A::kBlocksPerSM) void statistics_kerne
       taken += walk.size(span[u]);
     }
   };
-  uint32_t step = walk.first;
-  while (walk.template is_whole<kSteps>(step)) {
-    add(std::true_type{});
-    step += kSteps * walk.stride;
-    load(step);
-  }
-  add(std::false_type{});
+  walk.template rounds<kSteps>(load, add);
 
   Welford<acc, A::kSlots> sum{};
   if (taken != 0) {

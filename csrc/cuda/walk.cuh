@@ -30,6 +30,8 @@
 // of which only the last round asks what exists.
 #pragma once
 
+#include <type_traits>
+
 #include "plan.cuh"
 
 namespace syncbn::cuda {
@@ -95,10 +97,18 @@ struct Walk {
   // The same steps from the last to the first.
   __device__ Span at_from_end(uint32_t step) const { return span(count - 1 - step, step < count); }
 
-  // Whether steps step, step + stride, ... of a round all exist.
-  template <int kSteps>
-  __device__ bool is_whole(uint32_t step) const {
-    return step + (kSteps - 1) * stride < count;
+  // All of the thread's rounds of kSteps steps, of which `load` has loaded the first: use(step,
+  // whether all steps from there exist), then load(the next round's step). In the last round some
+  // or all steps are missing.
+  template <int kSteps, typename Load, typename Use>
+  __device__ void rounds(Load load, Use use) const {
+    uint32_t step = first;
+    while (step + (kSteps - 1) * stride < count) {
+      use(step, std::true_type{});
+      step += kSteps * stride;
+      load(step);
+    }
+    use(step, std::false_type{});
   }
 
   // Whether value j of a pack is the row's; all are where the pack exists and is never partial.

@@ -171,7 +171,7 @@ class _Kernels(Ops):
         dbias = empty_like(bias) if need_dbias else None  # type: ignore[arg-type]
         workspace = workspace_for(x) if x.is_cuda else None
         if not _C.backward(dy, x, weight, moments, dweight, dbias, dx, workspace):
-            dy = empty_like(x).copy_(dy)
+            dy = with_layout_of(x, dy)
             _C.backward(dy, x, weight, moments, dweight, dbias, dx, workspace)
         return dx, dweight, dbias, None
 

@@ -160,8 +160,6 @@ class Synchronized(Options):
                     "frozen: expected running statistics, got track_running_stats=False"
                 )
             trains = False
-        elif not (trains and self.sync) and self._is_stock(x):
-            return super().forward(x)
         # Straight from the dictionaries: attribute access of a module costs 0.6 us each. Replicas
         # and parametrized modules keep their tensors elsewhere.
         parameters, buffers = self._parameters, self._buffers
@@ -172,6 +170,14 @@ class Synchronized(Options):
             num_batches_tracked = buffers["num_batches_tracked"]
         else:
             running_mean = running_var = num_batches_tracked = None
+        if (
+            not (self.frozen or (trains and self.sync))
+            and (bias is None or weight is not None)
+            and fit_batch_norm(x, weight, bias, running_mean, running_var)
+        ):
+            # PyTorch's own forward, which on CUDA has no backward for a bias without a weight, and
+            # takes few mixtures of dtypes.
+            return super().forward(x)
         return batchnorm2d_sync(
             x,
             weight,
@@ -183,13 +189,6 @@ class Synchronized(Options):
             self.momentum,
             self.eps,
             num_batches_tracked,
-        )
-
-    def _is_stock(self, x: Tensor) -> bool:
-        """Whether PyTorch's own forward will do: on CUDA it has no backward for a bias without a
-        weight, and its kernels take few mixtures of dtypes."""
-        return (self.bias is None or self.weight is not None) and fit_batch_norm(
-            x, self.weight, self.bias, self.running_mean, self.running_var
         )
 
     def extra_repr(self) -> str:
