@@ -92,6 +92,21 @@ def test_evaluation_with_parameters_of_another_dtype(dtype, vectors_dtype, devic
             assert_near(a, b, computed_in=torch.promote_types(dtype, torch.float32))
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_statistics_that_are_no_longer_tracked_still_evaluate(frozen, device):
+    """``track_running_stats`` switched off later on means training alone, as in torch.nn."""
+    stock = torch.nn.BatchNorm2d(5, dtype=torch.float64)
+    stock(batch((3, 5, 4, 4)))
+    layer = syncbn.BatchNorm2d(5, dtype=torch.float64, device=device)
+    layer.load_state_dict(stock.state_dict())
+    layer.track_running_stats = False
+    layer.frozen = frozen
+    layer.train(frozen)
+    for dtype in torch.float64, torch.float32:  # of which PyTorch's kernels take the first
+        x = batch((3, 5, 4, 4), dtype, device=device, seed=1)
+        assert_near(layer(x), stock.eval()(double(x).cpu()))
+
+
 def test_cumulative_average_over_several_batches(device):
     stock = torch.nn.BatchNorm2d(5, momentum=None, dtype=torch.float64)
     layer = syncbn.BatchNorm2d(5, momentum=None, dtype=torch.float64, device=device)

@@ -165,7 +165,7 @@ class Synchronized(Options):
         parameters, buffers = self._parameters, self._buffers
         weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
-        if self.track_running_stats:
+        if self.track_running_stats or not trains:
             running_mean, running_var = buffers["running_mean"], buffers["running_var"]
             num_batches_tracked = buffers["num_batches_tracked"]
         else:
