@@ -8,7 +8,8 @@ rank it is. Starting Python and importing PyTorch takes seconds, so two ranks ar
 function after the other; they are replaced after a failure. Other world sizes get processes of
 their own.
 
-The backend is gloo, or what SYNCBN_TEST_BACKEND says: nccl gives each rank a GPU.
+The backend is gloo, or what SYNCBN_TEST_BACKEND says: nccl gives each rank a GPU. Tensors and
+modules among the arguments arrive on ``rank_device()``, and tensors come back on the CPU.
 """
 
 import contextlib
@@ -51,6 +52,12 @@ def run_ranks(world_size, function, *args, timeout=60, backend=BACKEND):
         return ranks.run(function, args, timeout)
     finally:
         ranks.close()
+
+
+def rank_device():
+    """Where a rank computes: on a GPU of its own over NCCL, else on the CPU."""
+    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
 def close_pool():
@@ -162,17 +169,19 @@ def _answer(module, name, args):
     try:
         torch.manual_seed(0)
         function = getattr(importlib.import_module(module), name)
-        return pickle.dumps((True, _on_cpu(function(*args))))
+        return pickle.dumps((True, _moved(function(*_moved(args, rank_device())), "cpu")))
     except BaseException:
         return pickle.dumps((False, traceback.format_exc()))
 
 
-def _on_cpu(value):
-    """Tensors, also inside lists, tuples and dictionaries, as plain CPU tensors."""
+def _moved(value, device):
+    """Tensors, without their history, and modules, also inside lists, tuples and dictionaries."""
     if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
+        return value.detach().to(device)
+    if isinstance(value, torch.nn.Module):
+        return value.to(device)
     if isinstance(value, dict):
-        return {key: _on_cpu(item) for key, item in value.items()}
+        return {key: _moved(item, device) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_on_cpu(item) for item in value)
+        return type(value)(_moved(item, device) for item in value)
     return value

@@ -38,7 +38,7 @@ step tests env SYNCBN_REQUIRE_CUDA=1 "$PYTHON" -m pytest -q -p no:cacheprovider 
 if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -gt 1 ]; then
   # shellcheck disable=SC2046  # one word per file
   step nccl env SYNCBN_REQUIRE_CUDA=1 SYNCBN_TEST_BACKEND=nccl \
-    "$PYTHON" -m pytest -q -p no:cacheprovider -m cuda $(grep -l run_ranks tests/test_*.py)
+    "$PYTHON" -m pytest -q -p no:cacheprovider $(grep -l run_ranks tests/test_*.py)
 fi
 for tool in memcheck racecheck initcheck synccheck; do
   step "$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 "$PYTHON" tests/cuda_kernels.py

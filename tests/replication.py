@@ -93,7 +93,7 @@ def compare_a_step(reference, model, xs, run=data_parallel):
     xs = [x.detach().requires_grad_() for x in xs]
     whole = torch.cat([x.detach() for x in xs]).requires_grad_()
     expected = reference(whole)
-    dy = batch(expected.shape, seed=99)
+    dy = batch(expected.shape, device=expected.device, seed=99)
     for m in (reference, model):
         m.zero_grad()
     expected.backward(dy)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import syncbn
-from distributed import run_ranks
+from distributed import rank_device, run_ranks
 from helpers import assert_near, assert_same_bits, batch
 
 
@@ -124,11 +124,12 @@ def test_deepcopy_and_save(device):
 
 
 def _layer_then_group(path):
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size, backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+    x = torch.full((4, 3), float(rank), device=rank_device())
     dist.destroy_process_group()
-    layer = syncbn.convert_model(nn.BatchNorm1d(3))
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=size)
-    layer(torch.full((4, 3), float(rank)))
+    layer = syncbn.convert_model(nn.BatchNorm1d(3)).to(x.device)
+    dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=size)
+    layer(x)
     return layer.running_mean
 
 
@@ -139,21 +140,24 @@ def test_a_layer_built_before_the_process_group(tmp_path):
 
 
 def _peak_memory():
-    """Bytes. Linux counts in KiB, macOS in bytes."""
+    """Bytes, of the GPU or of the process. For the latter Linux counts in KiB, macOS in bytes."""
+    if rank_device().type == "cuda":
+        return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _train_and_measure(steps):
     """Growth of the peak memory and of the number of tensors over ``steps``, after a warm-up."""
-    many = syncbn.SyncBatchNorm(8192)  # 64 KiB per saved vector
-    image = syncbn.BatchNorm2d(64)  # 1 MiB per saved tensor
-    double_backward = syncbn.BatchNorm1d(64)
+    on = {"device": rank_device()}
+    many = syncbn.SyncBatchNorm(8192, **on)  # 64 KiB per saved vector
+    image = syncbn.BatchNorm2d(64, **on)  # 1 MiB per saved tensor
+    double_backward = syncbn.BatchNorm1d(64, **on)
 
     def step():
-        many(torch.randn(4, 8192, requires_grad=True)).sum().backward()
-        image(torch.randn(4, 64, 32, 32, requires_grad=True)).sum().backward()
-        x = torch.randn(4, 64, requires_grad=True)
+        many(torch.randn(4, 8192, requires_grad=True, **on)).sum().backward()
+        image(torch.randn(4, 64, 32, 32, requires_grad=True, **on)).sum().backward()
+        x = torch.randn(4, 64, requires_grad=True, **on)
         (dx,) = torch.autograd.grad(double_backward(x).sin().sum(), x, create_graph=True)
         dx.sum().backward()
 

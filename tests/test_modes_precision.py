@@ -8,29 +8,36 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import compiled
 import syncbn
-from compiled import network
-from distributed import run_ranks
+from distributed import rank_device, run_ranks
 from helpers import assert_same_bits, batch
+
+
+def network():
+    return compiled.network().to(rank_device())
 
 
 def batches(*sizes):
     """Of other values on each rank."""
     rank = dist.get_rank()
-    return [batch((n, 3, 8, 8), torch.float32, seed=n + 100 * rank) for n in sizes]
+    return [
+        batch((n, 3, 8, 8), torch.float32, device=rank_device(), seed=n + 100 * rank) for n in sizes
+    ]
 
 
 def _amp(dtype):
     """Autocast with GradScaler: finite, equal on both ranks, and near the step in float32."""
     results = []
+    on = rank_device().type
     for autocast in dtype, None:
         model = network()
         ddp = DistributedDataParallel(model)
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=autocast is not None)
+        scaler = torch.amp.GradScaler(on, init_scale=256.0, enabled=autocast is not None)
         for x in batches(4, 4):
             optimizer.zero_grad()
-            with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            with torch.autocast(on, autocast, enabled=autocast is not None):
                 loss = ddp(x).float().square().mean()
             scaler.scale(loss).backward()
             scaler.step(optimizer)
@@ -52,7 +59,7 @@ def test_autocast_with_a_scaler(dtype):
 
 def _half(dtype, xs, dys):
     model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.BatchNorm2d(3))
-    model = syncbn.convert_model(model).to(dtype)
+    model = syncbn.convert_model(model).to(rank_device(), dtype)
     x = xs[dist.get_rank()].to(dtype).requires_grad_()
     y = model(x)
     y.backward(dys[dist.get_rank()].to(dtype))
@@ -81,7 +88,9 @@ def test_models_of_half(dtype):
 def _shard(mixed):
     model, plain = network(), network()
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else None
-    mesh = init_device_mesh("cpu", (2,))  # by default of the GPUs, where there are some
+    mesh = init_device_mesh(
+        rank_device().type, (2,)
+    )  # by default of the GPUs, where there are some
     options = {"mesh": mesh, **({"mp_policy": policy} if mixed else {})}
     for m in model[1], model[3]:
         fully_shard(m, **options)

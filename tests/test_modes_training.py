@@ -7,15 +7,22 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import compiled
 import syncbn
-from compiled import assert_same_training, network, train
-from distributed import run_ranks
+from compiled import assert_same_training, train
+from distributed import rank_device, run_ranks
 from helpers import assert_near, assert_same_bits, batch
 
 
-def batches(*sizes, dtype=torch.float32, rank=None):
+def network():
+    return compiled.network().to(rank_device())
+
+
+def batches(*sizes, rank=None):
     rank = dist.get_rank() if rank is None else rank
-    return [batch((n, 3, 8, 8), dtype, seed=n + 100 * rank) for n in sizes]
+    return [
+        batch((n, 3, 8, 8), torch.float32, device=rank_device(), seed=n + 100 * rank) for n in sizes
+    ]
 
 
 def whole_batches(*sizes):
@@ -66,7 +73,7 @@ class TwoHeads(nn.Module):
     def __init__(self):
         super().__init__()
         self.body = network()
-        self.head = syncbn.BatchNorm2d(4)
+        self.head = syncbn.BatchNorm2d(4, device=rank_device())
 
     def forward(self, x, second):
         y = self.body(x)
@@ -210,7 +217,7 @@ def wgan_gp_step(model, real, fake, mix):
 
 def _wgan_gp(real, fake, mix):
     rank = dist.get_rank()
-    model = syncbn.convert_model(critic())
+    model = syncbn.convert_model(critic()).to(real.device)
     wgan_gp_step(model, *(t.split([3, 5])[rank] for t in (real, fake, mix)))
     return named_gradients(model)
 

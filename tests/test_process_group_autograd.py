@@ -10,7 +10,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 import syncbn
-from distributed import run_ranks
+from distributed import rank_device, run_ranks
 from helpers import assert_near, vector
 from syncbn.functional import batchnorm2d_sync
 from whole_batch import parts, rows, unrows
@@ -81,8 +81,8 @@ def _check_derivatives(check, sizes, shape):
         y = batchnorm2d_sync(part, Share.apply(weight), Share.apply(bias), None, None)
         return Give.apply(y, sizes)
 
-    x = torch.randn(sum(sizes), *shape, dtype=torch.float64, requires_grad=True)
-    vectors = [vector(shape[0], seed=i).requires_grad_() for i in range(2)]
+    x = torch.randn(sum(sizes), *shape, dtype=torch.float64).to(rank_device()).requires_grad_()
+    vectors = [vector(shape[0], device=x.device, seed=i).requires_grad_() for i in range(2)]
     return check(normalize, (x, *vectors))
 
 
@@ -117,7 +117,7 @@ def test_double_backward_on_two_ranks_is_that_of_the_whole_batch(dtype, shapes, 
     layer.weight.data, layer.bias.data = vector(5), vector(5, seed=1)
     ours = syncbn.SyncBatchNorm(5, dtype=dtype)
     ours.load_state_dict(layer.state_dict())
-    results = run_ranks(2, _penalty_on_this_rank, ours, xs, str(device))
+    results = run_ranks(2, _penalty_on_this_rank, ours, xs, device)
     dx, dweight, dbias = penalty(layer, torch.cat([rows(x.double()) for x in xs]))
     sizes = [x.numel() // 5 for x in xs]
     for result, part, x in zip(results, dx.split(sizes), xs, strict=True):
@@ -149,8 +149,8 @@ def test_checkpointing_on_two_ranks(reentrant):
 
 def _some_outputs_unused(xs):
     """Rank 0's loss ignores what the layer gave; its backward runs all the same, with zeros."""
-    layer = syncbn.SyncBatchNorm(5).double()
     x = xs[dist.get_rank()].requires_grad_()
+    layer = syncbn.SyncBatchNorm(5).to(x)
     y = layer(x)
     (y.sin().sum() * dist.get_rank()).backward()
     return x.grad

@@ -17,11 +17,11 @@ UNEVEN = [(3, 5, 3, 4), (1, 5, 3, 4)]
 
 
 def _built_before_the_group(path, xs):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size, backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
     dist.destroy_process_group()
-    layer = syncbn.BatchNorm2d(5).double()
+    layer = syncbn.BatchNorm2d(5).to(xs[rank])
     alone = layer(xs[rank])
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world_size)
+    dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=world_size)
     return alone, layer(xs[rank])
 
 
@@ -36,11 +36,11 @@ def test_a_layer_built_before_the_process_group(tmp_path):
 
 def _sync_batch_norm_with_a_group(xs):
     alone = syncbn.create_process_group(1)
-    layer = torch.nn.SyncBatchNorm(5, process_group=alone).double()
-    other = torch.nn.SyncBatchNorm(5, process_group=alone).double()
+    x = xs[dist.get_rank()]
+    layer = torch.nn.SyncBatchNorm(5, process_group=alone).to(x)
+    other = torch.nn.SyncBatchNorm(5, process_group=alone).to(x)
     syncbn.convert_model(layer)
     syncbn.convert_model(other, dist.group.WORLD)
-    x = xs[dist.get_rank()]
     kept = layer.process_group is alone, other.process_group is dist.group.WORLD
     back = syncbn.revert_model(layer)
     kept += type(back) is torch.nn.SyncBatchNorm, back.process_group is alone
@@ -57,8 +57,8 @@ def test_convert_keeps_the_group_of_torchs_sync_batch_norm():
 
 
 def _lazy_from_the_first_forward(xs):
-    layer = syncbn.convert_model(torch.nn.Sequential(torch.nn.LazyBatchNorm2d()))
     x = xs[dist.get_rank()]
+    layer = syncbn.convert_model(torch.nn.Sequential(torch.nn.LazyBatchNorm2d()).to(x))
     layer(x)
     return type(layer[0]) is syncbn.BatchNorm2d, layer[0].running_mean
 
@@ -87,7 +87,7 @@ def test_a_deep_copy_keeps_the_group_and_a_pickle_drops_it():
 
 
 def _ddp_then_convert(x):
-    model = torch.nn.Sequential(torch.nn.BatchNorm2d(5)).double()
+    model = torch.nn.Sequential(torch.nn.BatchNorm2d(5)).to(x[0])
     wrapped = syncbn.convert_model(DistributedDataParallel(model))
     y = wrapped(x[dist.get_rank()])
     y.square().sum().backward()

@@ -244,16 +244,3 @@ def test_1000_iterations_leave_nothing_behind():
     assert after[0] - objects < 200
     assert after[1:3] == (threads, files)
     assert (after[3] - pages) * os.sysconf("SC_PAGE_SIZE") < 4 << 20
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_data_parallel_on_two_gpus():
-    torch.backends.cudnn.allow_tf32 = False
-    expected_model, xs = net().cuda(), [x.cuda() for x in batches(4)]
-    model = syncbn.convert_model(copy.deepcopy(expected_model))
-    losses = train(nn.DataParallel(model, [0, 1]), xs, 1e-3)
-    torch.testing.assert_close(losses, train(expected_model, xs, 1e-3), rtol=1e-5, atol=1e-5)
-    expected = outcome(expected_model)
-    for name, value in outcome(model).items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5, msg=name)

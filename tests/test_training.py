@@ -66,7 +66,7 @@ def _train_on_this_rank(model, xs, lr, convert, device):
 @pytest.mark.parametrize("per_rank", [1, 4])
 def test_100_steps_of_sgd_on_two_ranks_equal_one_process(per_rank, lr, device):
     model, xs = net(), batches(per_rank)
-    results = run_ranks(2, _train_on_this_rank, copy.deepcopy(model), xs, lr, True, str(device))
+    results = run_ranks(2, _train_on_this_rank, copy.deepcopy(model), xs, lr, True, device)
     losses = train(model.to(device), [x.to(device) for x in xs], lr).cpu()
     expected = {name: value.cpu() for name, value in outcome(model).items()}
     torch.testing.assert_close((results[0][0] + results[1][0]) / 2, losses, rtol=1e-5, atol=1e-5)
@@ -78,9 +78,9 @@ def test_100_steps_of_sgd_on_two_ranks_equal_one_process(per_rank, lr, device):
             )
 
 
-def test_the_comparison_would_notice_local_statistics():
+def test_the_comparison_would_notice_local_statistics(device):
     model, xs = net(), batches(1)
-    _, local = run_ranks(2, _train_on_this_rank, copy.deepcopy(model), xs, 1e-3, False, "cpu")[0]
+    _, local = run_ranks(2, _train_on_this_rank, copy.deepcopy(model), xs, 1e-3, False, device)[0]
     train(model, xs, 1e-3)
     off = [(local[name] - value).abs().max() for name, value in outcome(model).items()]
     assert max(off) > 1e-2

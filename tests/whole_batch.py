@@ -19,12 +19,15 @@ def parts(shapes, dtype=torch.float64, seed=0):
     return xs, dys
 
 
-def run_part(xs, dys, weight=None, bias=None, group=None, device="cpu", running=None, **options):
+def run_part(xs, dys, weight=None, bias=None, group=None, device=None, running=None, **options):
     """Forward and backward of this rank's part; for ``run_ranks``, or for one process as rank 0.
+
+    On ``device``, by default where the parts are.
 
     ``running``: running_mean and running_var at the start; by default zeros and ones.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
+    device = device or xs[rank].device
     x = xs[rank].detach().to(device).requires_grad_()
     weight = None if weight is None else weight.detach().to(device).requires_grad_()
     bias = None if bias is None else bias.detach().to(device).requires_grad_()
