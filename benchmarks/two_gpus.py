@@ -70,7 +70,7 @@ def measure_steps(batch: int) -> dict[str, float]:
     return alternate(steps, STEPS)
 
 
-def rank_main(rank: int, gpus: int, folder: str, options: argparse.Namespace) -> None:
+def rank_main(rank: int, gpus: int, what: str, folder: str, options: argparse.Namespace) -> None:
     torch.cuda.set_device(rank)
     torch.backends.cudnn.benchmark = True
     dist.init_process_group(
@@ -80,20 +80,39 @@ def rank_main(rank: int, gpus: int, folder: str, options: argparse.Namespace) ->
         world_size=gpus,
         device_id=torch.device("cuda", rank),
     )
-    layers = measure_layers(options.quick)
-    steps = {batch: measure_steps(batch) for batch in options.batches}
+    if what == "layers":
+        results = measure_layers(options.quick)
+    else:
+        results = {batch: measure_steps(batch) for batch in options.batches}
     if rank == 0:
-        Path(folder, "results.json").write_text(json.dumps({"layers": layers, "ddp": steps}))
+        Path(folder, "results.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure_one_process(batch: int, gpus: int) -> dict[str, float]:
-    """One GPU with local BN, and nn.DataParallel over all: milliseconds of a step."""
+def in_ranks(gpus: int, what: str, options: argparse.Namespace) -> dict:
+    """``what`` measured by fresh processes: NCCL is slower after CUDA graphs have used it."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(rank_main, (gpus, what, folder, options), nprocs=gpus)
+        return json.loads(Path(folder, "results.json").read_text())
+
+
+def measure_one_gpu(batch: int) -> float:
     torch.backends.cudnn.benchmark = True
+    step = make_step(lambda m: m, batch)
+    for _ in range(4):
+        step()
+    return alternate({"": step}, STEPS)[""]
+
+
+def measure_data_parallel(batch: int, gpus: int) -> dict[str, float]:
+    """Milliseconds of a step of nn.DataParallel over all GPUs.
+
+    Each of its threads lives for one forward, and would benchmark all convolutions anew.
+    """
+    torch.backends.cudnn.benchmark = False
     devices = list(range(gpus))
     steps = {
-        "one GPU": make_step(lambda m: m, batch),
         "DataParallel, nn.BatchNorm2d": make_step(
             lambda m: DataParallel(on_gpu(m), devices), batch * gpus
         ),
@@ -117,12 +136,12 @@ def report(results: dict) -> None:
         print(f"{tuple(row['shape'])!s:20} {row['dtype']:8} {row['layout']}{cells}{slower}")
     host = "".join(f"{t:18.1f}" for t in results["layers"]["host_us"].values())
     print(f"{'host':34}{host}")
-    print("\nbatch  ms per step                    x local BN  efficiency")
+    print("\nbatch  ms per step                           x local BN  efficiency")
     for batch, steps in results["steps"].items():
-        local = steps["DDP, nn.BatchNorm2d"]
         for name, ms in steps.items():
-            share = 1 if name == "one GPU" else steps["one GPU"] / ms
-            print(f"{batch:>5}  {name:30} {ms:8.2f} {ms / local:5.2f} {share:10.2f}")
+            local = steps.get(f"{name.split(',')[0]}, nn.BatchNorm2d", ms)
+            share = steps["one GPU"] / ms
+            print(f"{batch:>5}  {name:30} {ms:8.2f} {ms / local:11.2f} {share:11.2f}")
 
 
 def draw(results: dict, path: str, gpus: int) -> None:
@@ -160,16 +179,17 @@ def main() -> None:
         parser.error(f"expected two or more GPUs, got {gpus}")
     machine = f"{gpus} x {torch.cuda.get_device_name()}, PyTorch {torch.__version__}"
     print(f"{machine}, torchvision {torchvision.__version__}, syncbn {syncbn.__version__}")
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(rank_main, (gpus, folder, options), nprocs=gpus)
-        measured = json.loads(Path(folder, "results.json").read_text())
+    layers = in_ranks(gpus, "layers", options)
+    ddp = in_ranks(gpus, "steps", options)
     steps = {}
     for batch in options.batches:
-        one = measure_one_process(batch, gpus)
-        ddp = {f"DDP, {name}": ms for name, ms in measured["ddp"][str(batch)].items()}
-        steps[batch] = {"one GPU": one.pop("one GPU"), **ddp, **one}
+        steps[batch] = {
+            "one GPU": measure_one_gpu(batch),
+            **{f"DDP, {name}": ms for name, ms in ddp[str(batch)].items()},
+            **measure_data_parallel(batch, gpus),
+        }
         torch.cuda.empty_cache()
-    results = {"machine": machine, "layers": measured["layers"], "steps": steps}
+    results = {"machine": machine, "layers": layers, "steps": steps}
     report(results)
     with open(options.json, "w") as file:
         json.dump(results, file, indent=1)

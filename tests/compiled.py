@@ -66,7 +66,7 @@ def compare(model, batches, backend, autocast=None, **options):
 
 def compare_inside_a_checkpoint(inputs, reentrant):
     """The recomputation, a forward of the compiled block inside backward, counts nothing."""
-    model, eager = network(), network()
+    model, eager = (network().to(inputs[0].device) for _ in range(2))
     torch._dynamo.reset()
     run = torch.compile(model, fullgraph=True, backend="aot_eager")
     inputs = [x.requires_grad_() for x in inputs]
