@@ -1,4 +1,4 @@
-"""What meeting costs two replicas in threads: 20 layers in a row, forward + backward, on the CPU.
+"""What meeting costs two replicas in threads: 20 layers in a row, forward + backward.
 
     python benchmarks/replicas.py
 
@@ -6,8 +6,8 @@ Three ways to run two replicas of the same layers: in threads with synchronized 
 threads with layers that do not synchronize (each one participant by itself); and, for the scale,
 one after another. The bar is 150 us per layer and step between the first two. They take turns, step
 by step, and each is given by its tenth percentile: where other programs use the same cores, waiting
-for a replica is waiting for a core. Then eight replicas that synchronize: the processor time tells
-that those who wait do not spin.
+for a replica is waiting for a core. On the CPU, and where there are two GPUs on these. Then eight
+replicas that synchronize: the processor time tells that those who wait do not spin.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ class Alone(syncbn.BatchNorm2d):
 
 def step(model: syncbn.ModelDataParallel, xs: list[torch.Tensor], dys: list[torch.Tensor]) -> None:
     torch.autograd.backward(model(xs), dys)
+    for device in model.devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def tenth_percentiles(
@@ -51,16 +54,17 @@ def tenth_percentiles(
     return [statistics.quantiles(mine, n=10)[0] * 1e6 / LAYERS for mine in times]
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    print(f"torch {torch.__version__}; {LAYERS} layers, forward + backward, us per layer and step")
+def two_replicas(devices: list[str]) -> None:
+    print(f"\n{' and '.join(devices)}: us per layer and step")
     print("shape             synchronized  threads alone  difference  one after another")
     for shape in SHAPES:
-        xs = [torch.randn(shape, requires_grad=True) for _ in range(2)]
-        dys = [torch.randn(shape) for _ in range(2)]
+        xs = [torch.randn(shape, device=device, requires_grad=True) for device in devices]
+        dys = [torch.randn(shape, device=device) for device in devices]
         models = [
             syncbn.ModelDataParallel(
-                nn.Sequential(*(cls(shape[1]) for _ in range(LAYERS))), ["cpu", "cpu"], sync
+                nn.Sequential(*(cls(shape[1]) for _ in range(LAYERS))).to(devices[0]),
+                devices,
+                sync,
             )
             for cls, sync in ((syncbn.BatchNorm2d, True), (Alone, True), (Alone, False))
         ]
@@ -70,6 +74,8 @@ def main() -> None:
             f"{in_turn:>18.1f}"
         )
 
+
+def eight_replicas() -> None:
     shape = SHAPES[-1]
     layers = nn.Sequential(*(syncbn.BatchNorm2d(shape[1]) for _ in range(LAYERS)))
     model = syncbn.ModelDataParallel(layers, ["cpu"] * 8)
@@ -80,7 +86,16 @@ def main() -> None:
     for _ in range(10):
         step(model, xs, dys)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    print(f"8 replicas of {shape}: {wall * 100:.1f} ms per step, {cpu * 100:.1f} ms of processor")
+    print(f"\n8 replicas of {shape}: {wall * 100:.1f} ms per step, {cpu * 100:.1f} ms of processor")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}; {LAYERS} layers, forward + backward")
+    two_replicas(["cpu", "cpu"])
+    if syncbn._C.build_info()["cuda"] is not None and torch.cuda.device_count() > 1:
+        two_replicas(["cuda:0", "cuda:1"])
+    eight_replicas()
 
 
 if __name__ == "__main__":

@@ -49,6 +49,20 @@ class _Meeting:
         self.joined = False
 
 
+class _Wait:
+    """A replica that waits: ``gate`` is locked, and released once there is something to see.
+
+    A lock of its own, where a condition would wake all waiters to wait again, for the condition's.
+    """
+
+    __slots__ = ("gate", "who")
+
+    def __init__(self, who: Replica) -> None:
+        self.who = who
+        self.gate = threading.Lock()
+        self.gate.acquire()
+
+
 class Rendezvous:
     """The replicas of one replication.
 
@@ -70,13 +84,13 @@ class Rendezvous:
         #: Whether the replicas were made inside a backward pass: their batch has been counted.
         self.recomputes = torch._C._current_graph_task_id() != -1
         self.layers: list[int] = []  # the ids of the original layers, while they are replicated
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
         self._maker = threading.current_thread()
         self._older = frozenset(threading.enumerate())
         self._replicas: list[weakref.ref[nn.Module]] = []
         self._participants: frozenset[int] | None = None
         self._threads: dict[int, threading.Thread] = {}
-        self._waiting: dict[int, Replica] = {}
+        self._waiting: dict[int, _Wait] = {}
         self._meetings: dict[tuple[int, int], _Meeting] = {}
         self._failure: ExceptionWrapper | str | None = None
         #: The replica that was the first to ``fail``.
@@ -94,7 +108,7 @@ class Rendezvous:
     def size(self) -> int:
         """Number of participants: of the replicas that existed when the first one came."""
         if self._participants is None:
-            with self._changed:
+            with self._lock:
                 if self._participants is None:
                     # Replicas in excess of the inputs have been dropped by now.
                     alive = [i for i, replica in enumerate(self._replicas) if replica() is not None]
@@ -109,50 +123,66 @@ class Rendezvous:
             Exception: a replica raised; the type is that of its exception.
         """
         size = self.size
-        with self._changed:
+        with self._lock:
             if self._failure is not None:
                 self._raise()
             self._threads[who.index] = threading.current_thread()
             meeting = self._meetings.setdefault(call, _Meeting())
             meeting.addends[who.index] = addend
-            if len(meeting.addends) < size:
-                self._wait(who, meeting)
-                return
-            try:
-                join([meeting.addends[index] for index in sorted(meeting.addends)])
-            except BaseException as error:
-                self.fail(who.index, error)
-                raise
-            meeting.joined = True
-            del self._meetings[call]
-            for index in meeting.addends:
-                self._waiting.pop(index, None)
-            self._changed.notify_all()
+            complete = len(meeting.addends) == size
+            if complete:
+                try:
+                    join([meeting.addends[index] for index in sorted(meeting.addends)])
+                except BaseException as error:
+                    self.fail(who.index, error)
+                    raise
+                meeting.joined = True
+                del self._meetings[call]
+                waits = [
+                    self._waiting.pop(index) for index in meeting.addends if index != who.index
+                ]
+            else:
+                wait = self._waiting[who.index] = _Wait(who)
+                if len(self._waiting) == size:
+                    self._give_up(who, "all wait, but not for the same call")
+        if complete:
+            for wait in waits:
+                wait.gate.release()
+        else:
+            self._wait(wait, meeting)
 
     def fail(self, index: int, error: BaseException) -> None:
         """Wakes all replicas, because replica ``index`` raised ``error``."""
-        with self._changed:
+        with self._lock:
             if self._failure is None:
                 self.failed = index
-                self._failure = ExceptionWrapper(
-                    (type(error), error, error.__traceback__), where=f"in replica {index}"
+                self._fail(
+                    ExceptionWrapper(
+                        (type(error), error, error.__traceback__), where=f"in replica {index}"
+                    )
                 )
-                self._changed.notify_all()
 
-    def _wait(self, who: Replica, meeting: _Meeting) -> None:
+    def _fail(self, failure: ExceptionWrapper | str) -> None:
+        self._failure = failure
+        for wait in self._waiting.values():
+            wait.gate.release()
+        self._waiting.clear()
+
+    def _wait(self, wait: _Wait, meeting: _Meeting) -> None:
         deadline = time.monotonic() + _timeout
-        self._waiting[who.index] = who
         try:
-            if len(self._waiting) == self.size:
-                self._give_up(who, "all wait, but not for the same call")
-            while not meeting.joined and self._failure is None:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    self._give_up(who, f"that lasted longer than the timeout of {_timeout:g} s")
-                elif not self._changed.wait(min(left, _LOOK_AFTER)):
-                    self._look_for_the_ended(who)
-        finally:
-            self._waiting.pop(who.index, None)
+            while not wait.gate.acquire(timeout=_LOOK_AFTER):
+                with self._lock:
+                    if meeting.joined or self._failure is not None:
+                        continue  # the gate is about to be released
+                    if time.monotonic() < deadline:
+                        self._look_for_the_ended(wait.who)
+                    else:
+                        why = f"that lasted longer than the timeout of {_timeout:g} s"
+                        self._give_up(wait.who, why)
+        except BaseException:  # from outside, as KeyboardInterrupt
+            self._waiting.pop(wait.who.index, None)
+            raise
         if not meeting.joined:
             self._raise()
 
@@ -170,8 +200,7 @@ class Rendezvous:
         for index in sorted(missing & results.keys()):
             ended.add(index)
             if isinstance(results[index], ExceptionWrapper) and self._failure is None:
-                self._failure = results[index]
-                self._changed.notify_all()
+                self._fail(results[index])
         if ended and self._failure is None:
             indices = ", ".join(map(str, sorted(ended)))
             self._give_up(who, f"replica {indices} ended before, by an exception or without a call")
@@ -189,15 +218,14 @@ class Rendezvous:
 
     def _give_up(self, who: Replica, why: str) -> None:
         if self._failure is None:
-            waiting = sorted(self._waiting.values(), key=lambda r: r.index)
+            waiting = sorted((w.who for w in self._waiting.values()), key=lambda r: r.index)
             names = _names_of_layers(who)
             places = ", ".join(f"replica {r.index} in {names.get(r.layer, '?')}" for r in waiting)
-            self._failure = (
+            self._fail(
                 f"of {self.size} replicas, these wait in a synchronized layer for the others: "
                 f"{places}; {why}. Every replica must call the same synchronized layers, equally "
                 "often and in the same order (the timeout: syncbn.sync.set_replica_timeout)"
             )
-            self._changed.notify_all()
 
     def _raise(self) -> NoReturn:
         if isinstance(self._failure, ExceptionWrapper):
