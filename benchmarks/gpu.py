@@ -2,8 +2,9 @@
 
     python benchmarks/gpu.py [--json FILE] [--png FILE] [--quick]
 
-GPU time: the steps of as many different inputs as overflow the L2 cache are captured in a CUDA
-graph, so that the host is out of the picture. The layers take turns, replay by replay; medians.
+GPU time: the steps of eight different inputs or more, which overflow the L2 cache, are captured in
+a CUDA graph, so that the host is out of the picture. The layers take turns, replay by replay;
+medians.
 The limit is 8 passes over the tensor (forward: read x, read x, write y; backward: read dy, x, read
 dy, x, write dx) at the speed of a large device-to-device copy in the same run, bytes read plus
 bytes written.
@@ -111,8 +112,9 @@ def gpu_times(
     """Microseconds of forward + backward of each layer."""
     size = torch.empty(shape, dtype=dtype, device="meta").nbytes
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
-    # A step touches x, y, dy and dx; the same tensor comes back after four times the cache.
-    inputs = max(2, min(64, -(-4 * l2 // (4 * size))))
+    # A step touches x, y, dy and dx; the same tensor comes back after four times the cache. Eight
+    # at least: the first also waits until what the layer before has left in the cache is written.
+    inputs = max(8, min(64, -(-4 * l2 // (4 * size))))
 
     def some() -> Tensor:
         return torch.randn(shape, device="cuda").to(dtype, memory_format=FORMATS[fmt])

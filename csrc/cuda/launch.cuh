@@ -141,7 +141,7 @@ void with_access(DType dtype, const Layout& layout, std::initializer_list<const 
 }
 
 // The workspace of a reduction: first the counters, then the pairs.
-constexpr size_t kMostGroups = 4096;
+constexpr int64_t kMostGroups = 4096;
 constexpr int64_t kMostPairs = (workspace_bytes() - kMostGroups * sizeof(uint32_t)) / sizeof(Pair);
 
 inline Partials partials_of(const char* op, const Workspace& workspace) {
@@ -160,7 +160,7 @@ Plan reduction_plan(const char* op, const Layout& layout, uint32_t misalignment,
                     int device) {
   const Device facts = device_facts(op, device);
   const uint32_t slots = A::kBlocksPerSM * facts.multiprocessors;
-  Plan plan = make_plan<A>(layout, misalignment, {op, slots, 2, 0, kMostPairs});
+  Plan plan = make_plan<A>(layout, misalignment, {op, slots, 2, 0, kMostGroups, kMostPairs});
   // The next pass begins at the end of the tensors. Half of the L2 cache is kept for that end, by
   // reading what comes before so that it leaves the cache first. Where not all blocks run at once,
   // none knows what is read last.
@@ -175,7 +175,7 @@ Plan reduction_plan(const char* op, const Layout& layout, uint32_t misalignment,
 template <typename A>
 Plan elementwise_plan(const char* op, const Layout& layout, uint32_t misalignment, int device) {
   const uint32_t slots = A::kBlocksPerSM * device_facts(op, device).multiprocessors;
-  return make_plan<A>(layout, misalignment, {op, slots, 6, 1, 0});
+  return make_plan<A>(layout, misalignment, {op, slots, 6, 1, 0, 0});
 }
 
 }  // namespace syncbn::cuda

@@ -84,10 +84,11 @@ struct Plan {
 // of each moves 2 MB, in about half a microsecond.
 struct Shape {
   const char* op;
-  uint32_t slots;      // blocks that the device runs at once
-  int64_t overhead;    // time that a block takes besides its steps
-  int64_t uneven;      // half blocks by which the last one ends late
-  int64_t most_pairs;  // groups * splits * channels per group at most; 0: nothing to combine
+  uint32_t slots;       // blocks that the device runs at once
+  int64_t overhead;     // time that a block takes besides its steps
+  int64_t uneven;       // half blocks by which the last one ends late
+  int64_t most_groups;  // of several blocks each
+  int64_t most_pairs;   // groups * splits * channels per group at most; 0: nothing to combine
 };
 
 // The plan for a given width that should take the least time: with as many splits per channel as
@@ -104,7 +105,9 @@ int64_t split(const Shape& shape, uint32_t width, Plan* plan) {
   const int64_t groups = ceil(plan->channels, entries);
   plan->groups = static_cast<uint32_t>(groups);
   int64_t most = ceil(plan->steps, stride);
-  if (shape.most_pairs > 0) most = std::min(most, shape.most_pairs / (groups * entries));
+  if (shape.most_pairs > 0) {
+    most = groups > shape.most_groups ? 1 : std::min(most, shape.most_pairs / (groups * entries));
+  }
   int64_t least = INT64_MAX;
   int64_t splits = 1;
   for (int64_t fill = 1; fill <= 8; fill *= 2) {
@@ -120,7 +123,7 @@ int64_t split(const Shape& shape, uint32_t width, Plan* plan) {
   }
   const int64_t sections = ceil(plan->steps, kMostSteps);
   plan->per_section = static_cast<uint32_t>(ceil(plan->steps, sections));
-  plan->sharing = static_cast<uint32_t>(ceil(splits, sections));
+  plan->sharing = static_cast<uint32_t>(std::max<int64_t>(1, splits / sections));
   plan->splits = static_cast<uint32_t>(plan->sharing * sections);
   return least;
 }
