@@ -146,13 +146,9 @@ class Synchronized(Options):
 
     def _forward(self, x: Tensor) -> Tensor:
         self._check_input_dim(x)
-        if self.channel_axis != 1:
-            return self._normalize(channels_second(x, self.channel_axis)).movedim(
-                1, self.channel_axis
-            )
-        return self._normalize(x)
-
-    def _normalize(self, x: Tensor) -> Tensor:
+        axis = self.channel_axis
+        if axis != 1:
+            x = channels_second(x, axis)
         trains = self.training
         if self.frozen:
             if self.running_mean is None:
@@ -177,19 +173,21 @@ class Synchronized(Options):
         ):
             # PyTorch's own forward, which on CUDA has no backward for a bias without a weight, and
             # takes few mixtures of dtypes.
-            return super().forward(x)
-        return batchnorm2d_sync(
-            x,
-            weight,
-            bias,
-            running_mean,
-            running_var,
-            self.process_group if self.sync else LOCAL,
-            trains,
-            self.momentum,
-            self.eps,
-            num_batches_tracked,
-        )
+            y: Tensor = super().forward(x)
+        else:
+            y = batchnorm2d_sync(
+                x,
+                weight,
+                bias,
+                running_mean,
+                running_var,
+                self.process_group if self.sync else LOCAL,
+                trains,
+                self.momentum,
+                self.eps,
+                num_batches_tracked,
+            )
+        return y if axis == 1 else y.movedim(1, axis)
 
     def extra_repr(self) -> str:
         text: str = super().extra_repr()
