@@ -6,15 +6,17 @@ The tensors are so small that what is measured is the way to the kernels. On a G
 fills, so that the host's clock sees the host's work alone.
 
 First one rank beside nn.BatchNorm2d. Then ranks that exchange (two over gloo; one over NCCL, which
-communicates all the same) beside layers that do not, and beside the latter with the two collectives
-of a layer called before each, as directly as they can be: between layers, a collective costs more
-than in a row of collectives, for the caches' sake and for the other rank's, which is awaited. The
-ratio is what exchanging adds to a layer over what the bare collectives add.
+communicates all the same) beside layers that do not, and beside the latter with a layer's two
+collectives called bare, one by a hook in the forward pass and one in the backward pass. Between
+layers a collective costs more than in a row of collectives, for the caches' sake and for the other
+rank's, which is awaited. The ratio is what exchanging adds to a layer over what the bare
+collectives add to one with hooks that do nothing.
 """
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -55,23 +57,21 @@ def one_rank() -> None:
         print(f"{device:<7} {nn_us:>23.1f} {syncbn_us:>16.1f} {syncbn_us / nn_us:>6.2f}")
 
 
-def with_collectives(layers: nn.Sequential, device: str) -> nn.Sequential:
-    """Those of a layer that exchanges, called before each of ``layers``, which do not."""
-    group, options = dist.group.WORLD, dist.AllreduceOptions()
-    options.asyncOp = False
-    channels = SHAPE[1]
-    forward = torch.zeros(2 * channels + 1, dtype=torch.float64, device=device)
-    backward = torch.zeros(2 * channels, device=device)
+def hooked(
+    layers: nn.Sequential, forward: Callable[[], None], backward: Callable[[], None]
+) -> None:
+    """Calls ``forward`` after the forward pass of each layer, ``backward`` before its backward."""
 
-    def both(*_: object) -> None:
-        for values in forward, backward:
-            work = group.allreduce([values], options)
-            if work is not None:
-                work.wait()
+    def hook(_module: nn.Module, _args: object, y: torch.Tensor) -> None:
+        forward()
+        y.register_hook(lambda _: backward())
 
     for layer in layers:
-        layer.register_forward_pre_hook(both)
-    return layers
+        layer.register_forward_hook(hook)
+
+
+def nothing() -> None:
+    pass
 
 
 def exchanging(rank: int, ranks: int, backend: str, device: str, meeting_point: str) -> None:
@@ -81,18 +81,32 @@ def exchanging(rank: int, ranks: int, backend: str, device: str, meeting_point: 
     )
     x = torch.randn(SHAPE, device=device, requires_grad=True)
     dy = torch.randn(SHAPE, device=device)
-    exchange, local = ProcessGroupExchange(dist.group.WORLD), syncbn.sync.Local()
-    group, alone, bare = (
-        stack(syncbn.BatchNorm2d, device, process_group=e) for e in (exchange, local, local)
-    )
-    with_collectives(bare, device)
-    group_us, alone_us, bare_us = (
-        t / LAYERS
-        for t in alternate([partial(step, s, x, dy) for s in (group, alone, bare)], rounds=30)
+    group, options = dist.group.WORLD, dist.AllreduceOptions()
+    options.asyncOp = False
+
+    def collective(values: torch.Tensor) -> None:
+        work = group.allreduce([values], options)
+        if work is not None:
+            work.wait()
+
+    exchange, local = ProcessGroupExchange(group), syncbn.sync.Local()
+    stacks = [
+        stack(syncbn.BatchNorm2d, device, process_group=e) for e in (exchange, local, local, local)
+    ]
+    channels = SHAPE[1]
+    sums = torch.zeros(2 * channels + 1, dtype=torch.float64, device=device)
+    sums_dy = torch.zeros(2 * channels, device=device)
+    hooked(stacks[2], nothing, nothing)
+    hooked(stacks[3], partial(collective, sums), partial(collective, sums_dy))
+    exchanging_us, local_us, hooks_us, bare_us = (
+        t / LAYERS for t in alternate([partial(step, s, x, dy) for s in stacks], rounds=30)
     )
     if rank == 0:
-        ratio = (group_us - alone_us) / (bare_us - alone_us)
-        print(f"{backend:<8} {group_us:>11.1f} {alone_us:>9.1f} {bare_us:>22.1f} {ratio:>6.2f}")
+        added, bare = exchanging_us - local_us, bare_us - hooks_us
+        print(
+            f"{backend:<8} {exchanging_us:>11.1f} {local_us:>9.1f} {added:>6.1f} {bare:>17.1f} "
+            f"{added / bare:>6.2f}"
+        )
     dist.destroy_process_group()
 
 
@@ -100,7 +114,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}; {LAYERS} layers of {SHAPE}, forward + backward")
     one_rank()
-    print("\nus/layer  exchanging  one rank  and its collectives     ratio", flush=True)
+    print("\nus/layer  exchanging  one rank  added  bare collectives  ratio", flush=True)
     groups = [(2, "gloo", "cpu")] + [(1, "nccl", "cuda")] * has_cuda()
     for ranks, backend, device in groups:
         with tempfile.TemporaryDirectory() as folder:

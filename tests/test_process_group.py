@@ -230,6 +230,32 @@ def test_custom_exchange():
         assert_part(actual, expected)
 
 
+class Counting(dist.ProcessGroup):
+    """A process group written in Python, as those of fault-tolerant training are."""
+
+    def __init__(self, group):
+        super().__init__(group.rank(), group.size())
+        self.group = group
+        self.calls = 0
+
+    def allreduce(self, tensors, options):
+        self.calls += 1
+        return self.group.allreduce(tensors, options)
+
+
+def _group_in_python(xs, dys, weight):
+    group = Counting(dist.group.WORLD)
+    return run_part(xs, dys, weight, group=group), group.calls
+
+
+def test_a_process_group_with_an_allreduce_of_its_own():
+    xs, dys = parts(SHAPES[1])
+    results = run_ranks(2, _group_in_python, xs, dys, vector(5))
+    assert [calls for _, calls in results] == [2, 2]
+    for (actual, _), expected in zip(results, run_whole(xs, dys, vector(5)), strict=True):
+        assert_part(actual, expected)
+
+
 def _error_of(function, *args):
     try:
         function(*args)
