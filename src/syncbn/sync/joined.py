@@ -48,10 +48,11 @@ class Addend:
 class _Call:
     """What the two nodes of one call share."""
 
-    __slots__ = ("dy", "eps", "graph_task", "moments", "ops")
+    __slots__ = ("dy", "graph_task", "moments", "ops", "weight")
 
-    def __init__(self, ops: Ops) -> None:
+    def __init__(self, ops: Ops, weight: Tensor | None) -> None:
         self.ops = ops
+        self.weight = weight  # no input of the statistics, which need it for dx alone
         self.moments: Tensor | None = None
         self.dy: Tensor | None = None
         self.graph_task = -1  # the backward pass that dy is of
@@ -66,16 +67,14 @@ def batch_norm(
     options: tuple[Any, ...],
 ) -> Tensor:
     """y [N, C, ...] of one replica. ``options``: the rest of the arguments of ``ops.normalize``."""
-    call = _Call(ops)
-    # For dx alone, also where the weight needs a gradient and x does not.
-    constant = None if weight is None else weight.detach()
+    call = _Call(ops, weight)
     if torch._C._current_graph_task_id() != -1:
         # A recomputation, of one replica. The same nodes as before, for checkpointing counts what
         # they save.
         sums = replica.recall()
-        _, link = _Statistics.apply(x, constant, call, sums)
+        _, link = _Statistics.apply(x, call, sums)
     else:
-        addend = replica.meet(Addend(*_Statistics.apply(x, constant, call, None)))
+        addend = replica.meet(Addend(*_Statistics.apply(x, call, None)))
         sums, link = addend.sums, addend.link
     y: Tensor = _Normalize.apply(x, weight, bias, sums, link, call, options)
     return y
@@ -83,10 +82,8 @@ def batch_norm(
 
 class _Statistics(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, call: _Call, sums: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, x: Tensor, call: _Call, sums: Tensor | None) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, call.weight)
         ctx.call = call
         ctx.set_materialize_grads(False)
         return call.ops.statistics(x) if sums is None else sums.clone(), sums_dy_for(x)
@@ -103,7 +100,7 @@ class _Statistics(torch.autograd.Function):
             assert call.moments is not None
             through = call.ops.backward_input(dy, x, weight, call.moments, sums_dy)
             dx = through if dx is None else dx + through
-        return dx, None, None, None
+        return dx, None, None
 
 
 class _Normalize(torch.autograd.Function):
@@ -156,7 +153,7 @@ class _Join(torch.autograd.Function):
     def forward(ctx: Any, addends: list[Addend], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.places = [(t.device, t.dtype) for t in tensors]
         ctx.set_materialize_grads(False)
-        links = [torch.empty_like(link) for link in tensors[len(addends) :]]
+        links = [link.detach() for link in tensors[len(addends) :]]
         return *_totals(addends), *links
 
     @staticmethod
@@ -209,7 +206,7 @@ def _join(addends: list[Addend]) -> None:
 
 
 def _totals(addends: list[Addend]) -> list[Tensor]:
-    """The total, as a tensor of its own for each replica."""
+    """The total, for each replica on its device."""
     first = addends[0]
     for a in addends:
         if first.stream is not None and a.event is not None:
@@ -219,7 +216,8 @@ def _totals(addends: list[Addend]) -> list[Tensor]:
     totals = [total]
     for a in addends[1:]:
         if a.stream is None:
-            totals.append(total.to(a.sums.device, copy=True))
+            shared = a.sums.device == total.device  # nobody writes to it
+            totals.append(total.detach() if shared else total.to(a.sums.device))
             continue
         with torch.cuda.stream(a.stream):
             if ready is not None and a.stream != first.stream:
