@@ -1,11 +1,13 @@
 """Replicas that raise, do not come, or come to another layer: no hang, and the next step works."""
 
+import ctypes
 import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from torch import nn
 
 import syncbn
@@ -277,3 +279,39 @@ def test_random_rounds_with_failures(run, rounds):
             assert failed is not ReplicaError
         restart(reference, model)
         within(55, compare_a_step, reference, model, xs, run)
+
+
+@pytest.mark.parametrize("last", [0, 2])
+def test_a_replica_interrupted_while_it_waits_keeps_nobody_waiting(last):
+    replicas = replicate(syncbn.BatchNorm2d(3), 3)
+    xs = batch((6, 3, 2, 2), torch.float32).split(2)
+    outcomes, done = {}, threading.Event()
+
+    def call(i):
+        try:
+            outcomes[i] = replicas[i](xs[i])
+        except BaseException as error:
+            outcomes[i] = error
+        done.wait(SOON)  # a thread that has ended is another case
+
+    threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(3)]
+    for i in 2 - last, 1:
+        threads[i].start()
+    rendezvous_ = replicas[0].process_group.rendezvous
+    until(lambda: len(rendezvous_._waiting) == 2)
+    ident = ctypes.c_ulong(threads[1].ident)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(KeyboardInterrupt))
+    until(lambda: 1 in outcomes)
+    threads[last].start()
+    until(lambda: len(outcomes) == 3)
+    done.set()
+    assert isinstance(outcomes[1], KeyboardInterrupt)
+    for i in 0, 2:
+        assert outcomes[i].shape == xs[i].shape
+
+
+def until(condition):
+    deadline = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {SOON} s"
+        time.sleep(0.001)

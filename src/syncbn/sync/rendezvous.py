@@ -44,23 +44,18 @@ class ReplicaError(RuntimeError):
 
 
 class _Meeting:
+    """One call of one layer. Each replica that waits has a gate: a lock that is held, and released
+    once there is something to see. A condition would wake them all to wait again, for its lock."""
+
     def __init__(self) -> None:
         self.addends: dict[int, Addend] = {}
+        self.gates: list[threading.Lock] = []
         self.joined = False
 
-
-class _Wait:
-    """A replica that waits: ``gate`` is locked, and released once there is something to see.
-
-    A lock of its own, where a condition would wake all waiters to wait again, for the condition's.
-    """
-
-    __slots__ = ("gate", "who")
-
-    def __init__(self, who: Replica) -> None:
-        self.who = who
-        self.gate = threading.Lock()
-        self.gate.acquire()
+    def open(self) -> None:
+        for gate in self.gates:
+            gate.release()
+        self.gates.clear()
 
 
 class Rendezvous:
@@ -90,7 +85,7 @@ class Rendezvous:
         self._replicas: list[weakref.ref[nn.Module]] = []
         self._participants: frozenset[int] | None = None
         self._threads: dict[int, threading.Thread] = {}
-        self._waiting: dict[int, _Wait] = {}
+        self._waiting: dict[int, Replica] = {}
         self._meetings: dict[tuple[int, int], _Meeting] = {}
         self._failure: ExceptionWrapper | str | None = None
         #: The replica that was the first to ``fail``.
@@ -129,8 +124,7 @@ class Rendezvous:
             self._threads[who.index] = threading.current_thread()
             meeting = self._meetings.setdefault(call, _Meeting())
             meeting.addends[who.index] = addend
-            complete = len(meeting.addends) == size
-            if complete:
+            if len(meeting.addends) == size:
                 try:
                     join([meeting.addends[index] for index in sorted(meeting.addends)])
                 except BaseException as error:
@@ -138,18 +132,17 @@ class Rendezvous:
                     raise
                 meeting.joined = True
                 del self._meetings[call]
-                waits = [
-                    self._waiting.pop(index) for index in meeting.addends if index != who.index
-                ]
-            else:
-                wait = self._waiting[who.index] = _Wait(who)
-                if len(self._waiting) == size:
-                    self._give_up(who, "all wait, but not for the same call")
-        if complete:
-            for wait in waits:
-                wait.gate.release()
-        else:
-            self._wait(wait, meeting)
+                for index in meeting.addends:
+                    self._waiting.pop(index, None)
+                meeting.open()
+                return
+            gate = threading.Lock()
+            gate.acquire()
+            meeting.gates.append(gate)
+            self._waiting[who.index] = who
+            if len(self._waiting) == size:
+                self._give_up(who, "all wait, but not for the same call")
+        self._wait(who, meeting, gate)
 
     def fail(self, index: int, error: BaseException) -> None:
         """Wakes all replicas, because replica ``index`` raised ``error``."""
@@ -164,24 +157,24 @@ class Rendezvous:
 
     def _fail(self, failure: ExceptionWrapper | str) -> None:
         self._failure = failure
-        for wait in self._waiting.values():
-            wait.gate.release()
-        self._waiting.clear()
+        for meeting in self._meetings.values():
+            meeting.open()
 
-    def _wait(self, wait: _Wait, meeting: _Meeting) -> None:
+    def _wait(self, who: Replica, meeting: _Meeting, gate: threading.Lock) -> None:
         deadline = time.monotonic() + _timeout
         try:
-            while not wait.gate.acquire(timeout=_LOOK_AFTER):
+            while not gate.acquire(timeout=max(0.0, min(_LOOK_AFTER, deadline - time.monotonic()))):
                 with self._lock:
                     if meeting.joined or self._failure is not None:
-                        continue  # the gate is about to be released
+                        break
                     if time.monotonic() < deadline:
-                        self._look_for_the_ended(wait.who)
+                        self._look_for_the_ended(who)
                     else:
                         why = f"that lasted longer than the timeout of {_timeout:g} s"
-                        self._give_up(wait.who, why)
+                        self._give_up(who, why)
         except BaseException:  # from outside, as KeyboardInterrupt
-            self._waiting.pop(wait.who.index, None)
+            with self._lock:
+                self._waiting.pop(who.index, None)
             raise
         if not meeting.joined:
             self._raise()
@@ -218,7 +211,7 @@ class Rendezvous:
 
     def _give_up(self, who: Replica, why: str) -> None:
         if self._failure is None:
-            waiting = sorted((w.who for w in self._waiting.values()), key=lambda r: r.index)
+            waiting = sorted(self._waiting.values(), key=lambda r: r.index)
             names = _names_of_layers(who)
             places = ", ".join(f"replica {r.index} in {names.get(r.layer, '?')}" for r in waiting)
             self._fail(

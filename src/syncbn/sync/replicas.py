@@ -59,7 +59,7 @@ class Replica(Exchange):
     def all_reduce(self, values: Tensor) -> Tensor:
         if not self.joins:
             return values
-        return self.meet(Addend(values, None)).sums
+        return self.meet(Addend(values, None)).sums.clone()  # replicas on the CPU share the total
 
     def batch_norm(
         self,
