@@ -6,6 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch.autograd import profiler
 from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 
@@ -54,14 +56,23 @@ class ProcessGroupExchange(Exchange):
         return values
 
     def _backend(self, values: Tensor) -> Any:
-        """What the group's own ``allreduce`` ends up calling, past PyTorch's dispatcher: 5 us."""
+        """What the group's own ``allreduce`` calls by way of the dispatcher, which costs 5 us.
+
+        The dispatcher tells profilers and dispatch modes of the call; and a subclass may have an
+        ``allreduce`` of its own.
+        """
         group = self.group
-        # A subclass may have an allreduce of its own.
-        return group._get_backend(values.device) if type(group) is dist.ProcessGroup else group
+        watched = profiler._is_profiler_enabled or _len_torch_dispatch_stack()
+        if watched or type(group) is not dist.ProcessGroup:
+            return group
+        return group._get_backend(values.device)
 
     def __repr__(self) -> str:
-        ranks = dist.get_process_group_ranks(self.group)
-        return f"process group {self.group.group_name!r} of ranks {ranks}"
+        try:
+            ranks = dist.get_process_group_ranks(self.group)
+            return f"process group {self.group.group_name!r} of ranks {ranks}"
+        except (KeyError, RuntimeError):  # a group that PyTorch does not know
+            return f"process group {object.__repr__(self.group)}"
 
 
 def _refuse_join(throws: bool) -> None:
