@@ -83,9 +83,10 @@ def exchanging(rank: int, ranks: int, backend: str, device: str, meeting_point: 
     dy = torch.randn(SHAPE, device=device)
     group, options = dist.group.WORLD, dist.AllreduceOptions()
     options.asyncOp = False
+    bare_group = group._get_backend(x.device)
 
     def collective(values: torch.Tensor) -> None:
-        work = group.allreduce([values], options)
+        work = bare_group.allreduce([values], options)
         if work is not None:
             work.wait()
 

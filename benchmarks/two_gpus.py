@@ -38,6 +38,7 @@ STEPS = 25
 
 
 def measure_layers(quick: bool) -> dict:
+    host_us = host_times(LAYERS, rounds=40)  # before CUDA graphs: NCCL's calls cost more after them
     rows = []
     for shape, dtype, fmt in ROWS[::5] if quick else ROWS:
         us = gpu_times(shape, dtype, fmt, LAYERS, 5 if quick else 15)
@@ -50,7 +51,7 @@ def measure_layers(quick: bool) -> dict:
             }
         )
         torch.cuda.empty_cache()
-    return {"rows": rows, "host_us": host_times(LAYERS, rounds=40)}
+    return {"rows": rows, "host_us": host_us}
 
 
 def on_gpu(model: nn.Module) -> nn.Module:
@@ -91,28 +92,22 @@ def rank_main(rank: int, gpus: int, what: str, folder: str, options: argparse.Na
 
 
 def in_ranks(gpus: int, what: str, options: argparse.Namespace) -> dict:
-    """``what`` measured by fresh processes: NCCL is slower after CUDA graphs have used it."""
+    """``what`` measured by fresh processes."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(rank_main, (gpus, what, folder, options), nprocs=gpus)
         return json.loads(Path(folder, "results.json").read_text())
 
 
-def measure_one_gpu(batch: int) -> float:
-    torch.backends.cudnn.benchmark = True
-    step = make_step(lambda m: m, batch)
-    for _ in range(4):
-        step()
-    return alternate({"": step}, STEPS)[""]
+def measure_one_process(batch: int, gpus: int) -> dict[str, float]:
+    """Milliseconds of a step on one GPU, and of nn.DataParallel over all.
 
-
-def measure_data_parallel(batch: int, gpus: int) -> dict[str, float]:
-    """Milliseconds of a step of nn.DataParallel over all GPUs.
-
-    Each of its threads lives for one forward, and would benchmark all convolutions anew.
+    The latter's threads live for one forward, and would benchmark all convolutions anew. So it runs
+    without cuDNN's benchmarks, and is compared with one GPU without them.
     """
-    torch.backends.cudnn.benchmark = False
+    one = {"one GPU": make_step(lambda m: m, batch)}
     devices = list(range(gpus))
     steps = {
+        "one GPU, no cuDNN benchmark": one["one GPU"],
         "DataParallel, nn.BatchNorm2d": make_step(
             lambda m: DataParallel(on_gpu(m), devices), batch * gpus
         ),
@@ -120,10 +115,19 @@ def measure_data_parallel(batch: int, gpus: int) -> dict[str, float]:
             lambda m: DataParallel(on_gpu(syncbn.convert_model(m)), devices), batch * gpus
         ),
     }
-    for step in steps.values():
-        for _ in range(4):
-            step()
-    return alternate(steps, STEPS)
+    results = {}
+    for group, benchmark in (one, True), (steps, False):
+        torch.backends.cudnn.benchmark = benchmark
+        for step in group.values():
+            for _ in range(4):
+                step()
+        results |= alternate(group, STEPS)
+    return results
+
+
+def efficiency(steps: dict[str, float], name: str) -> float:
+    one = "one GPU, no cuDNN benchmark" if name.startswith("DataParallel") else "one GPU"
+    return steps[one] / steps[name]
 
 
 def report(results: dict) -> None:
@@ -140,8 +144,10 @@ def report(results: dict) -> None:
     for batch, steps in results["steps"].items():
         for name, ms in steps.items():
             local = steps.get(f"{name.split(',')[0]}, nn.BatchNorm2d", ms)
-            share = steps["one GPU"] / ms
-            print(f"{batch:>5}  {name:30} {ms:8.2f} {ms / local:11.2f} {share:11.2f}")
+            print(
+                f"{batch:>5}  {name:30} {ms:8.2f} {ms / local:11.2f} "
+                f"{efficiency(steps, name):11.2f}"
+            )
 
 
 def draw(results: dict, path: str, gpus: int) -> None:
@@ -152,11 +158,11 @@ def draw(results: dict, path: str, gpus: int) -> None:
     import matplotlib.pyplot as plt
 
     batches = list(results["steps"])
-    names = [name for name in results["steps"][batches[0]] if name != "one GPU"]
+    names = [name for name in results["steps"][batches[0]] if not name.startswith("one GPU")]
     fig, ax = plt.subplots(figsize=(9, 4.5), layout="constrained")
     for i, name in enumerate(names):
         at = [k + (i - (len(names) - 1) / 2) * 0.16 for k in range(len(batches))]
-        heights = [s["one GPU"] / s[name] for s in results["steps"].values()]
+        heights = [efficiency(s, name) for s in results["steps"].values()]
         bars = ax.bar(at, heights, 0.16, label=name)
         ax.bar_label(bars, fmt="%.2f", fontsize=8)
     ax.set_xticks(range(len(batches)), [f"batch {batch} per GPU" for batch in batches])
@@ -183,11 +189,8 @@ def main() -> None:
     ddp = in_ranks(gpus, "steps", options)
     steps = {}
     for batch in options.batches:
-        steps[batch] = {
-            "one GPU": measure_one_gpu(batch),
-            **{f"DDP, {name}": ms for name, ms in ddp[str(batch)].items()},
-            **measure_data_parallel(batch, gpus),
-        }
+        one_process = measure_one_process(batch, gpus)
+        steps[batch] = {f"DDP, {name}": ms for name, ms in ddp[str(batch)].items()} | one_process
         torch.cuda.empty_cache()
     results = {"machine": machine, "layers": layers, "steps": steps}
     report(results)

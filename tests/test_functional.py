@@ -88,9 +88,9 @@ def test_evaluation_with_parameters_of_another_dtype(dtype, vectors_dtype, devic
         y = layer(leaf)
         actual = [y, *torch.autograd.grad(y, (leaf, layer.weight, layer.bias), dy)]
         assert [t.dtype for t in actual] == [dtype, dtype, vectors_dtype, vectors_dtype]
-        for a, b in zip(actual, expected, strict=True):
+        for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
             # PyTorch's CUDA kernels round once to the dtype of x on the way to the parameters.
-            rough = device.type == "cuda" and dtype.itemsize == 2 and a is not y
+            rough = device.type == "cuda" and dtype.itemsize == 2 and i >= 2
             scale = b.abs().max() * (torch.finfo(dtype).eps / 2e-5 if rough else 1)
             assert_near(a, b, scale, computed_in=torch.promote_types(dtype, torch.float32))
 

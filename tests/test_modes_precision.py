@@ -88,9 +88,9 @@ def test_models_of_half(dtype):
 def _shard(mixed):
     model, plain = network(), network()
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else None
-    mesh = init_device_mesh(
-        rank_device().type, (2,)
-    )  # by default of the GPUs, where there are some
+    # By default it is one of GPUs where there are some, whatever the backend.
+    # By default it is one of GPUs where there are some, whatever the backend.
+    mesh = init_device_mesh(rank_device().type, (2,))
     options = {"mesh": mesh, **({"mp_policy": policy} if mixed else {})}
     for m in model[1], model[3]:
         fully_shard(m, **options)

@@ -160,7 +160,7 @@ Plan reduction_plan(const char* op, const Layout& layout, uint32_t misalignment,
                     int device) {
   const Device facts = device_facts(op, device);
   const uint32_t slots = A::kBlocksPerSM * facts.multiprocessors;
-  Plan plan = make_plan<A>(layout, misalignment, {op, slots, 2, 0, kMostGroups, kMostPairs});
+  Plan plan = make_plan<A>(layout, misalignment, {op, slots, 2, 0, kMostPairs, kMostGroups});
   // The next pass begins at the end of the tensors. Half of the L2 cache is kept for that end, by
   // reading what comes before so that it leaves the cache first. Where not all blocks run at once,
   // none knows what is read last.

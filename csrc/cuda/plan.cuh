@@ -87,8 +87,8 @@ struct Shape {
   uint32_t slots;       // blocks that the device runs at once
   int64_t overhead;     // time that a block takes besides its steps
   int64_t uneven;       // half blocks by which the last one ends late
-  int64_t most_groups;  // of several blocks each
   int64_t most_pairs;   // groups * splits * channels per group at most; 0: nothing to combine
+  int64_t most_groups;  // of several blocks each, where there is something to combine
 };
 
 // The plan for a given width that should take the least time: with as many splits per channel as
