@@ -4,17 +4,19 @@ import copy
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import syncbn
-from helpers import assert_near
+from distributed import rank_device
+from helpers import assert_near, batch
 
 
 def network(**options):
-    """A convolution, a converted BatchNorm, an activation, twice."""
+    """A convolution, a converted BatchNorm, an activation, twice; on a rank, where it computes."""
     torch.manual_seed(0)
     return syncbn.convert_model(
         nn.Sequential(
@@ -24,7 +26,15 @@ def network(**options):
             nn.Conv2d(6, 4, 3),
             nn.BatchNorm2d(4, **options),
         )
-    )
+    ).to(rank_device())
+
+
+def batches(*sizes, rank=None):
+    """Batches for ``network``, of other values on each rank; this rank's by default."""
+    rank = dist.get_rank() if rank is None else rank
+    return [
+        batch((n, 3, 8, 8), torch.float32, device=rank_device(), seed=n + 100 * rank) for n in sizes
+    ]
 
 
 def train(forward, model, batches, autocast=None):

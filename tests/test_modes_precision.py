@@ -8,22 +8,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import compiled
 import syncbn
+from compiled import batches, network
 from distributed import rank_device, run_ranks
 from helpers import assert_same_bits, batch
-
-
-def network():
-    return compiled.network().to(rank_device())
-
-
-def batches(*sizes):
-    """Of other values on each rank."""
-    rank = dist.get_rank()
-    return [
-        batch((n, 3, 8, 8), torch.float32, device=rank_device(), seed=n + 100 * rank) for n in sizes
-    ]
 
 
 def _amp(dtype):
@@ -88,7 +76,6 @@ def test_models_of_half(dtype):
 def _shard(mixed):
     model, plain = network(), network()
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else None
-    # By default it is one of GPUs where there are some, whatever the backend.
     # By default it is one of GPUs where there are some, whatever the backend.
     mesh = init_device_mesh(rank_device().type, (2,))
     options = {"mesh": mesh, **({"mp_policy": policy} if mixed else {})}

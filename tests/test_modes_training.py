@@ -7,22 +7,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import compiled
 import syncbn
-from compiled import assert_same_training, train
+from compiled import assert_same_training, batches, network, train
 from distributed import rank_device, run_ranks
 from helpers import assert_near, assert_same_bits, batch
-
-
-def network():
-    return compiled.network().to(rank_device())
-
-
-def batches(*sizes, rank=None):
-    rank = dist.get_rank() if rank is None else rank
-    return [
-        batch((n, 3, 8, 8), torch.float32, device=rank_device(), seed=n + 100 * rank) for n in sizes
-    ]
 
 
 def whole_batches(*sizes):

@@ -12,7 +12,7 @@ import syncbn
 from helpers import assert_near, assert_same_bits, batch
 from replication import compare_a_step, local_and_synchronized
 from syncbn import ModelDataParallel, scatter
-from test_training import batches, net, outcome, train
+from test_training import assert_trains_as, batches, net, outcome
 
 DEVICES = [
     pytest.param(["cpu", "cpu"], id="cpu"),
@@ -43,16 +43,10 @@ class Joined(nn.Module):
 
 @pytest.mark.parametrize("devices", DEVICES)
 def test_100_steps_of_sgd(devices):
-    torch.backends.cudnn.allow_tf32 = False
     expected_model = net().to(devices[0])
     xs = [x.to(devices[0]) for x in batches(4)]
     model = syncbn.convert_model(copy.deepcopy(expected_model))
-    losses = train(Joined(ModelDataParallel(model, devices)), xs, 1e-3)
-    expected_losses = train(expected_model, xs, 1e-3)
-    torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-5)
-    expected = outcome(expected_model)
-    for name, value in outcome(model).items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5, msg=name)
+    assert_trains_as(expected_model, Joined(ModelDataParallel(model, devices)), model, xs)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])

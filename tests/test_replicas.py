@@ -22,7 +22,7 @@ from replication import (
     parallel_apply,
     replicate,
 )
-from test_training import batches, net, outcome, train
+from test_training import assert_trains_as, batches, net
 from whole_batch import assert_part, parts, run_whole
 
 
@@ -206,13 +206,7 @@ def test_100_steps_of_sgd(per_replica):
 
     expected_model, xs = net(), batches(per_replica)
     model = syncbn.convert_model(copy.deepcopy(expected_model))
-    losses = train(Wrapped(model), xs, 1e-3)
-    expected_losses = train(expected_model, xs, 1e-3)
-    torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-5)
-    expected = outcome(expected_model)
-    assert len(expected) == 6 + 12
-    for name, value in outcome(model).items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5, msg=name)
+    assert_trains_as(expected_model, Wrapped(model), model, xs)
 
 
 def test_1000_iterations_leave_nothing_behind():

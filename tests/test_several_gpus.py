@@ -15,7 +15,7 @@ from replication import compare_a_step, local_and_synchronized
 from syncbn import ModelDataParallel, scatter
 from syncbn.sync import ReplicaError
 from test_replicas_faults import InjectedError, Net, restart, within
-from test_training import batches, net, outcome, train
+from test_training import assert_trains_as, batches, net, outcome
 
 COUNT = torch.cuda.device_count()
 UNEVEN = 3 * COUNT - 1  # rows: 3 per GPU, as nn.DataParallel divides them, and 2 on the last
@@ -48,11 +48,7 @@ def on_a_stream(model, xs):
 def test_100_steps_of_sgd():
     expected_model, xs = net().cuda(), [x.cuda() for x in batches(4)]
     model = syncbn.convert_model(copy.deepcopy(expected_model))
-    losses = train(nn.DataParallel(model), xs, 1e-3)
-    torch.testing.assert_close(losses, train(expected_model, xs, 1e-3), rtol=1e-5, atol=1e-5)
-    expected = outcome(expected_model)
-    for name, value in outcome(model).items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5, msg=name)
+    assert_trains_as(expected_model, nn.DataParallel(model), model, xs)
 
 
 @needs_two

@@ -54,6 +54,16 @@ def outcome(model):
     return state | dict(model.state_dict())
 
 
+def assert_trains_as(expected_model, parallel, model, xs):
+    """``parallel``, which runs ``model``: losses, last gradients and state within 1e-5."""
+    losses = train(parallel, xs, 1e-3)
+    torch.testing.assert_close(losses, train(expected_model, xs, 1e-3), rtol=1e-5, atol=1e-5)
+    expected = outcome(expected_model)
+    assert len(expected) == 6 + 12
+    for name, value in outcome(model).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
 def _train_on_this_rank(model, xs, lr, convert, device):
     rank = dist.get_rank()
     model = (syncbn.convert_model(model) if convert else model).to(device)
