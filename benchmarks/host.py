@@ -15,11 +15,10 @@ collectives add to one with hooks that do nothing.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
+import processes
 import torch
 import torch.distributed as dist
 from timing import alternate
@@ -74,11 +73,9 @@ def nothing() -> None:
     pass
 
 
-def exchanging(rank: int, ranks: int, backend: str, device: str, meeting_point: str) -> None:
+def exchanging(device: str) -> tuple[float, ...]:
+    """Microseconds of a layer: exchanging, not exchanging, with hooks, with bare collectives."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        backend, init_method=f"file://{meeting_point}", rank=rank, world_size=ranks
-    )
     x = torch.randn(SHAPE, device=device, requires_grad=True)
     dy = torch.randn(SHAPE, device=device)
     group, options = dist.group.WORLD, dist.AllreduceOptions()
@@ -99,16 +96,8 @@ def exchanging(rank: int, ranks: int, backend: str, device: str, meeting_point: 
     sums_dy = torch.zeros(2 * channels, device=device)
     hooked(stacks[2], nothing, nothing)
     hooked(stacks[3], partial(collective, sums), partial(collective, sums_dy))
-    exchanging_us, local_us, hooks_us, bare_us = (
-        t / LAYERS for t in alternate([partial(step, s, x, dy) for s in stacks], rounds=30)
-    )
-    if rank == 0:
-        added, bare = exchanging_us - local_us, bare_us - hooks_us
-        print(
-            f"{backend:<8} {exchanging_us:>11.1f} {local_us:>9.1f} {added:>6.1f} {bare:>17.1f} "
-            f"{added / bare:>6.2f}"
-        )
-    dist.destroy_process_group()
+    times = alternate([partial(step, s, x, dy) for s in stacks], rounds=30)
+    return tuple(t / LAYERS for t in times)
 
 
 def main() -> None:
@@ -118,11 +107,13 @@ def main() -> None:
     print("\nus/layer  exchanging  one rank  added  bare collectives  ratio", flush=True)
     groups = [(2, "gloo", "cpu")] + [(1, "nccl", "cuda")] * has_cuda()
     for ranks, backend, device in groups:
-        with tempfile.TemporaryDirectory() as folder:
-            meeting_point = str(Path(folder) / "meet")
-            torch.multiprocessing.spawn(
-                exchanging, (ranks, backend, device, meeting_point), nprocs=ranks
-            )
+        times = processes.run(ranks, backend, exchanging, device)
+        exchanging_us, local_us, hooks_us, bare_us = times
+        added, bare = exchanging_us - local_us, bare_us - hooks_us
+        print(
+            f"{backend:<8} {exchanging_us:>11.1f} {local_us:>9.1f} {added:>6.1f} {bare:>17.1f} "
+            f"{added / bare:>6.2f}"
+        )
 
 
 if __name__ == "__main__":

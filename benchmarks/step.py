@@ -4,8 +4,7 @@
 
 channels_last, bfloat16 autocast. Both synchronized layers communicate, through an NCCL group of one
 rank: two collectives per layer. Eager, and as a captured CUDA graph; milliseconds, medians; peak
-memory of an eager step beside model, optimizer and input. A process per batch size: NCCL's calls
-cost more once CUDA graphs have held some.
+memory of an eager step beside model, optimizer and input. Each batch size in a process of its own.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ import argparse
 import gc
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+import processes
 import torch
 import torch.distributed as dist
 import torchvision
@@ -87,6 +85,7 @@ def peak_mib(step: Callable[[], object]) -> float:
 
 
 def measure(batch: int) -> list[dict]:
+    torch.backends.cudnn.benchmark = True
     steps = {name: make_step(convert, batch) for name, convert in LAYERS.items()}
     with torch.cuda.stream(torch.cuda.Stream()):
         for step in steps.values():
@@ -114,19 +113,6 @@ def measure(batch: int) -> list[dict]:
     ]
 
 
-def in_process(_: int, batch: int, folder: str) -> None:
-    dist.init_process_group(
-        "nccl",
-        init_method=f"file://{folder}/meet",
-        rank=0,
-        world_size=1,
-        device_id=torch.device("cuda", 0),
-    )
-    torch.backends.cudnn.benchmark = True
-    Path(folder, "rows.json").write_text(json.dumps(measure(batch)))
-    dist.destroy_process_group()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", default="step.json")
@@ -136,9 +122,7 @@ def main() -> None:
     print("batch  layer                eager ms   x   graph ms   x   peak MiB")
     results = []
     for batch in options.batches:
-        with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(in_process, (batch, folder), nprocs=1)
-            rows = json.loads(Path(folder, "rows.json").read_text())
+        rows = processes.run(1, "nccl", measure, batch)
         results += rows
         for row in rows:
             print(

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
-from pathlib import Path
+from collections.abc import Callable
 
+import processes
 import torch
-import torch.distributed as dist
 import torchvision
 from gpu import ROWS, gpu_times, host_times
 from step import BATCHES, alternate, make_step
@@ -58,44 +57,27 @@ def on_gpu(model: nn.Module) -> nn.Module:
     return model.cuda().to(memory_format=torch.channels_last)
 
 
-def measure_steps(batch: int) -> dict[str, float]:
-    """Milliseconds of a step under DDP with each layer. Every rank calls this."""
-
-    def wrapped(name: str, model: nn.Module) -> nn.Module:
-        return DistributedDataParallel(on_gpu(CONVERT[name](model)), gradient_as_bucket_view=True)
-
-    steps = {name: make_step(lambda m, name=name: wrapped(name, m), batch) for name in CONVERT}
+def timed(steps: dict[str, Callable[[], None]]) -> dict[str, float]:
+    """Milliseconds of each step."""
     for step in steps.values():
         for _ in range(4):
             step()
     return alternate(steps, STEPS)
 
 
-def rank_main(rank: int, gpus: int, what: str, folder: str, options: argparse.Namespace) -> None:
-    torch.cuda.set_device(rank)
+def measure_steps(batches: list[int]) -> dict[int, dict[str, float]]:
+    """Milliseconds of a step under DDP with each layer, by batch size. Every rank calls this."""
     torch.backends.cudnn.benchmark = True
-    dist.init_process_group(
-        "nccl",
-        init_method=f"file://{folder}/meet",
-        rank=rank,
-        world_size=gpus,
-        device_id=torch.device("cuda", rank),
-    )
-    if what == "layers":
-        results = measure_layers(options.quick)
-    else:
-        results = {batch: measure_steps(batch) for batch in options.batches}
-    if rank == 0:
-        Path(folder, "results.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
 
+    def wrapped(name: str, model: nn.Module) -> nn.Module:
+        return DistributedDataParallel(on_gpu(CONVERT[name](model)), gradient_as_bucket_view=True)
 
-def in_ranks(gpus: int, what: str, options: argparse.Namespace) -> dict:
-    """``what`` measured by fresh processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(rank_main, (gpus, what, folder, options), nprocs=gpus)
-        return json.loads(Path(folder, "results.json").read_text())
+    return {
+        batch: timed(
+            {name: make_step(lambda m, name=name: wrapped(name, m), batch) for name in CONVERT}
+        )
+        for batch in batches
+    }
 
 
 def measure_one_process(batch: int, gpus: int) -> dict[str, float]:
@@ -118,10 +100,7 @@ def measure_one_process(batch: int, gpus: int) -> dict[str, float]:
     results = {}
     for group, benchmark in (one, True), (steps, False):
         torch.backends.cudnn.benchmark = benchmark
-        for step in group.values():
-            for _ in range(4):
-                step()
-        results |= alternate(group, STEPS)
+        results |= timed(group)
     return results
 
 
@@ -185,12 +164,12 @@ def main() -> None:
         parser.error(f"expected two or more GPUs, got {gpus}")
     machine = f"{gpus} x {torch.cuda.get_device_name()}, PyTorch {torch.__version__}"
     print(f"{machine}, torchvision {torchvision.__version__}, syncbn {syncbn.__version__}")
-    layers = in_ranks(gpus, "layers", options)
-    ddp = in_ranks(gpus, "steps", options)
+    layers = processes.run(gpus, "nccl", measure_layers, options.quick)
+    ddp = processes.run(gpus, "nccl", measure_steps, options.batches)
     steps = {}
     for batch in options.batches:
         one_process = measure_one_process(batch, gpus)
-        steps[batch] = {f"DDP, {name}": ms for name, ms in ddp[str(batch)].items()} | one_process
+        steps[batch] = {f"DDP, {name}": ms for name, ms in ddp[batch].items()} | one_process
         torch.cuda.empty_cache()
     results = {"machine": machine, "layers": layers, "steps": steps}
     report(results)
