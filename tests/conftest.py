@@ -28,7 +28,7 @@ def pytest_runtest_setup(item):
         pytest.skip(missing)
 
 
-DEVICES = ["cpu"] * (distributed.BACKEND == "gloo") + [pytest.param("cuda", marks=pytest.mark.cuda)]
+DEVICES = ["cpu"] * (not distributed.ON_GPU) + [pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
 @pytest.fixture(params=DEVICES)

@@ -8,8 +8,9 @@ rank it is. Starting Python and importing PyTorch takes seconds, so two ranks ar
 function after the other; they are replaced after a failure. Other world sizes get processes of
 their own.
 
-The backend is gloo, or what SYNCBN_TEST_BACKEND says: nccl gives each rank a GPU. Tensors and
-modules among the arguments arrive on ``rank_device()``, and tensors come back on the CPU.
+The backend is gloo, or what SYNCBN_TEST_BACKEND says: nccl gives each rank a GPU. Over gloo the
+ranks compute on the CPU, or with SYNCBN_TEST_SHARED_GPU=1 all on one GPU. Tensors and modules among
+the arguments arrive on ``rank_device()``, and tensors come back on the CPU.
 """
 
 import contextlib
@@ -30,7 +31,15 @@ import torch.distributed as dist
 
 START_TIMEOUT = 90  # seconds until every rank has its process group
 BACKEND = os.environ.get("SYNCBN_TEST_BACKEND", "gloo")
+SHARED_GPU = os.environ.get("SYNCBN_TEST_SHARED_GPU") == "1"
+ON_GPU = BACKEND == "nccl" or SHARED_GPU
 GRACE = 5  # seconds that the other ranks have to answer once one has failed
+
+
+# For tests that need more of the backend than collectives that reduce or copy to all.
+not_over_gloo_on_a_gpu = pytest.mark.skipif(
+    SHARED_GPU, reason="gloo neither sends nor scatters CUDA tensors"
+)
 
 
 class RankError(AssertionError):
@@ -55,9 +64,10 @@ def run_ranks(world_size, function, *args, timeout=60, backend=BACKEND):
 
 
 def rank_device():
-    """Where a rank computes: on a GPU of its own over NCCL, else on the CPU."""
-    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    """Where a rank computes; in a process without ranks the CPU."""
+    if dist.is_initialized() and (SHARED_GPU or dist.get_backend() == "nccl"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def close_pool():

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Build, test suite and sanitizers on a machine with a GPU; a summary at the end. With two GPUs the
-# tests of several ranks run over NCCL too.
+# Build, test suite and sanitizers on a machine with a GPU; a summary at the end. The tests of several
+# ranks run a second time with CUDA tensors: over NCCL where there are two GPUs, else over gloo with
+# all ranks on one GPU.
 #
 # Uses the Python that is there (PYTHON, default python3) and needs of it PyTorch, pybind11, setuptools, ninja
 # and pytest (with `build`, packaging is tested too); nvcc and compute-sanitizer come from the CUDA toolkit. Builds for the GPUs at hand
@@ -35,11 +36,14 @@ step() {
 
 step build env SYNCBN_CUDA=1 "$PYTHON" -m pip install --no-build-isolation --no-deps --force-reinstall .
 step tests env SYNCBN_REQUIRE_CUDA=1 "$PYTHON" -m pytest -q -p no:cacheprovider tests
+ranks=(env SYNCBN_REQUIRE_CUDA=1)
 if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -gt 1 ]; then
-  # shellcheck disable=SC2046  # one word per file
-  step nccl env SYNCBN_REQUIRE_CUDA=1 SYNCBN_TEST_BACKEND=nccl \
-    "$PYTHON" -m pytest -q -p no:cacheprovider $(grep -l run_ranks tests/test_*.py)
+  ranks+=(SYNCBN_TEST_BACKEND=nccl)
+else
+  ranks+=(SYNCBN_TEST_SHARED_GPU=1)
 fi
+# shellcheck disable=SC2046  # one word per file
+step ranks "${ranks[@]}" "$PYTHON" -m pytest -q -p no:cacheprovider $(grep -l run_ranks tests/test_*.py)
 for tool in memcheck racecheck initcheck synccheck; do
   step "$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 "$PYTHON" tests/cuda_kernels.py
 done

@@ -8,7 +8,7 @@ import torch
 
 from helpers import double
 from syncbn import reference
-from syncbn._workspace import workspace_for
+from syncbn._workspace import memory_for
 
 GUARD = 3  # elements before and after each output: an odd number, so that outputs are unaligned too
 
@@ -41,7 +41,7 @@ def channel_output(x, dtype, values=None):
 
 
 def workspace(x):
-    return workspace_for(x) if x.is_cuda else None
+    return memory_for(x).workspace
 
 
 def guarded_copy(v):

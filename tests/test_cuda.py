@@ -15,7 +15,7 @@ import torch
 import syncbn
 from helpers import DTYPES, assert_same_bits, batch
 from syncbn import _C, reference
-from syncbn._workspace import workspace_for
+from syncbn._workspace import memory_for
 
 pytestmark = pytest.mark.cuda
 
@@ -47,7 +47,7 @@ def run(ops, x, dy, weight, bias, offset=0):
     batches = torch.zeros((), dtype=torch.int64, device=x.device)
     y, dx = at_offset(poisoned(x), offset), at_offset(poisoned(x), offset)
     dweight, dbias = poisoned(weight), poisoned(bias)
-    workspace = workspace_for(x) if x.is_cuda and ops is _C else None
+    workspace = memory_for(x).workspace if ops is _C else None
     ops.statistics(x, sums, workspace)
     ops.normalize(x, weight, bias, sums, running_mean, running_var, batches, y, moments, 0.1, 1e-5)
     ops.backward_reduce(dy, x, moments, sums_dy, dweight, dbias, workspace)
@@ -159,7 +159,7 @@ def test_more_than_2_31_elements(channels, fmt):
     moments = torch.empty_like(sums)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    workspace = workspace_for(x)
+    workspace = memory_for(x).workspace
     _C.statistics(x, sums, workspace)
     y = torch.empty_like(x)
     _C.normalize(x, None, None, sums, None, None, None, y, moments, 0.1, 1e-5)
@@ -191,7 +191,7 @@ def test_rows_in_several_sections():
         pytest.skip("not enough device memory")
     x = torch.empty(2**29 + 3, 2, 1, 2, dtype=torch.half, device="cuda").normal_()
     sums = torch.empty(5, dtype=torch.float64, device="cuda")
-    _C.statistics(x, sums, workspace_for(x))
+    _C.statistics(x, sums, memory_for(x).workspace)
     chunks = [part.double() for part in x[:: 2**22]]  # every so many rows
     assert sums[-1].item() == 2 * x.shape[0]
     exact = sum(part.sum((0, 2, 3), dtype=torch.float64) for part in x.split(2**26))

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
 from compiled import batches, network
-from distributed import rank_device, run_ranks
+from distributed import not_over_gloo_on_a_gpu, rank_device, run_ranks
 from helpers import assert_same_bits, batch
 
 
@@ -102,6 +102,7 @@ def _shard(mixed):
     assert model[1].num_batches_tracked == 2
 
 
+@not_over_gloo_on_a_gpu
 @pytest.mark.parametrize("mixed", [False, True])
 def test_fully_shard(mixed):
     run_ranks(2, _shard, mixed)

@@ -1,12 +1,19 @@
-"""The short way of a participant that is alone: bit by bit what the four ops give one by one."""
+"""The short ways, alone and in a process group: bit by bit what the four ops give one by one."""
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from distributed import rank_device, run_ranks
 from helpers import DTYPES, LAYOUTS, assert_same_bits, batch, vector
 from syncbn import _C
+from syncbn._workspace import memory_for
 from syncbn.functional import batchnorm2d_sync
-from syncbn.sync import Local
+from syncbn.sync import Local, ProcessGroupExchange
 
 
 class Alone(Local):
@@ -38,6 +45,72 @@ def test_the_same_bits(dtype, layout, absent, momentum, device):
         assert (a is None) == (b is None)
         if a is not None:
             assert_same_bits(a, b)
+
+
+def _in_a_group_as_by_itself():
+    exchange = ProcessGroupExchange(dist.group.WORLD)
+    for dtype, layout, absent in itertools.product(DTYPES, LAYOUTS, ("", "w", "b", "wb")):
+        x, dy = (batch((4, 3, 5, 6), dtype, layout, rank_device(), seed) for seed in range(2))
+        weight, bias = (
+            None if n in absent else vector(3, torch.float32, rank_device(), i)
+            for i, n in enumerate("wb")
+        )
+        arguments = x, dy, weight, bias, 0.1
+        for a, b in zip(results(exchange, *arguments), results(Alone(), *arguments), strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert_same_bits(a, b)
+
+
+def test_the_same_bits_in_a_group():
+    run_ranks(1, _in_a_group_as_by_itself)
+
+
+def _spare_vectors(x):
+    return {key: len(spare) for key, spare in memory_for(x).spare.items()}
+
+
+def _layers_of_one_width_in_threads():
+    exchange = ProcessGroupExchange(dist.group.WORLD)
+
+    def run(seed):
+        x, dy = (batch((4, 3, 5), torch.float32, device=rank_device(), seed=i) for i in (seed, 9))
+        expected = results(Alone(), x, dy, None, None, 0.1)
+        for _ in range(50):
+            got = results(exchange, x, dy, None, None, 0.1)
+            for a, b in zip(got, expected, strict=True):
+                if a is not None:
+                    assert_same_bits(a, b)
+
+    threads = 4
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(run, range(threads)))
+    spare = _spare_vectors(torch.empty(0, 1, device=rank_device()))
+    assert spare.keys() == {(7, torch.float64), (6, torch.float32)}
+    assert max(spare.values()) <= threads
+
+
+def test_threads_do_not_share_sums():
+    """Each call has its own while it runs, and what it leaves is used again."""
+    run_ranks(1, _layers_of_one_width_in_threads)
+
+
+class _Watch(TorchDispatchMode):
+    def __torch_dispatch__(self, function, _types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def _train_after_inference_mode():
+    x, dy = (batch((4, 3, 5), torch.float32, device=rank_device(), seed=i) for i in range(2))
+    exchange = ProcessGroupExchange(dist.group.WORLD)
+    with torch.inference_mode():
+        y = batchnorm2d_sync(x, None, None, None, None, exchange)
+    with _Watch():  # the collective goes through the dispatcher, which looks at what it writes to
+        assert_same_bits(results(exchange, x, dy, None, None, 0.1)[0], y)
+
+
+def test_training_after_inference_mode():
+    run_ranks(1, _train_after_inference_mode)
 
 
 def test_more_channels_than_the_stack_holds():

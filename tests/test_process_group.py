@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import syncbn
-from distributed import rank_device, run_ranks
+from distributed import not_over_gloo_on_a_gpu, rank_device, run_ranks
 from helpers import DTYPES, assert_near, assert_same_bits, batch, double, vector
 from syncbn.functional import batchnorm2d_sync
 from syncbn.sync import ProcessGroupExchange
@@ -223,6 +223,7 @@ def _custom_exchange(xs, dys, weight):
     return run_part(xs, dys, weight, group=Doubling())
 
 
+@not_over_gloo_on_a_gpu
 def test_custom_exchange():
     xs, dys = parts(SHAPES[1])
     results = run_ranks(2, _custom_exchange, xs, dys, vector(5))

@@ -7,19 +7,18 @@ Three sets of the same four functions, of which a call picks one: ``KERNELS`` go
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, empty_like
+from torch import Tensor, empty_like, float32, float64
 
 from . import _C, reference
-from ._workspace import workspace_for
+from ._workspace import memory_for
 
-_float64 = torch.float64
-_ACCUMULATES = frozenset({torch.float32, torch.float64})  # in itself; the others in float32
 # Every look-up in a module costs the host.
-_current_graph_task_id = torch._C._current_graph_task_id
+current_graph_task_id = torch._C._current_graph_task_id
 _increment_version = torch._C._increment_version
 same_layout = _C.same_layout
 
@@ -27,17 +26,17 @@ same_layout = _C.same_layout
 class Ops:
     """The ops over an implementation that takes its outputs as arguments."""
 
-    def __init__(self, implementation: ModuleType) -> None:
+    def __init__(
+        self, implementation: ModuleType, workspace_for: Callable[[Tensor], Tensor | None]
+    ) -> None:
         self._op = implementation
+        self._workspace_for = workspace_for
         self.check = implementation.check
-
-    def _workspace(self, x: Tensor) -> Tensor | None:
-        return workspace_for(x)
 
     def statistics(self, x: Tensor) -> Tensor:
         """Sums [2C + 1] float64 of ``x`` [N, C, ...]: [sum of x | sum of x^2 | n]."""
-        sums = x.new_empty(2 * x.shape[1] + 1, dtype=_float64)
-        self._op.statistics(x, sums, self._workspace(x) if x.is_cuda else None)
+        sums = x.new_empty(2 * x.shape[1] + 1, dtype=float64)
+        self._op.statistics(x, sums, self._workspace_for(x))
         return sums
 
     def normalize(
@@ -53,7 +52,7 @@ class Ops:
         eps: float,
     ) -> tuple[Tensor, Tensor]:
         """``y`` and moments [2C + 1] float64: [mean | invstd | n]. Moves the running statistics."""
-        if _current_graph_task_id() != -1:
+        if current_graph_task_id() != -1:
             # Inside a backward pass: a recomputation (checkpointing), whose batch has been counted.
             running_mean = running_var = num_batches_tracked = None
         y = empty_like(x)
@@ -72,7 +71,7 @@ class Ops:
             eps,
         )
         if running_mean is not None:
-            _written(running_mean, running_var, num_batches_tracked)
+            written(running_mean, running_var, num_batches_tracked)
         return y, moments
 
     def backward_reduce(
@@ -82,9 +81,7 @@ class Ops:
         sums_dy = sums_dy_for(x)
         dweight = None if weight is None else empty_like(weight)
         dbias = None if bias is None else empty_like(bias)
-        self._op.backward_reduce(
-            dy, x, moments, sums_dy, dweight, dbias, self._workspace(x) if x.is_cuda else None
-        )
+        self._op.backward_reduce(dy, x, moments, sums_dy, dweight, dbias, self._workspace_for(x))
         return sums_dy, dweight, dbias
 
     def backward_input(
@@ -96,100 +93,32 @@ class Ops:
         return dx
 
 
-def _written(mean: Tensor, var: Tensor | None, batches: Tensor | None) -> None:
+def written(mean: Tensor, var: Tensor | None, batches: Tensor | None) -> None:
     """Makes writes known to autograd: an earlier forward in eval may have saved the statistics."""
     _increment_version((mean, var) if batches is None else (mean, var, batches))  # type: ignore[arg-type]
 
 
+def accumulation_dtype(x: Tensor) -> torch.dtype:
+    """float64 for float64, else float32."""
+    return float64 if x.dtype is float64 else float32
+
+
 def sums_dy_for(x: Tensor) -> Tensor:
-    """Memory for [2C] in the accumulation type of ``x``. Naming a dtype costs the host a quarter
-    more."""
-    size = 2 * x.shape[1]
-    if x.dtype in _ACCUMULATES:
-        return x.new_empty(size)
-    return x.new_empty(size, dtype=torch.float32)
-
-
-class _Kernels(Ops):
-    """The ops over ``_C``, and both ops of a direction at once for a participant that is alone."""
-
-    def forward(
-        self,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        num_batches_tracked: Tensor | None,
-        momentum: float | None,
-        eps: float,
-    ) -> tuple[Tensor, Tensor]:
-        """``normalize(x, ..., sums=statistics(x), ...)``.
-
-        On CUDA there is scratch memory behind the moments: [2 * (2C + 1)].
-        """
-        if _current_graph_task_id() != -1:
-            running_mean = running_var = num_batches_tracked = None
-        size = 2 * x.shape[1] + 1
-        if x.is_cuda:
-            size *= 2
-            workspace = workspace_for(x)
-        else:
-            workspace = None
-        moments = x.new_empty(size, dtype=_float64)
-        y = empty_like(x)
-        _C.forward(
-            x,
-            weight,
-            bias,
-            running_mean,
-            running_var,
-            num_batches_tracked,
-            y,
-            moments,
-            momentum,
-            eps,
-            workspace,
-        )
-        if running_mean is not None:
-            _written(running_mean, running_var, num_batches_tracked)
-        return y, moments
-
-    def backward(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        moments: Tensor,
-        needs: tuple[bool, ...],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        """dx, dweight and dbias, as far as ``needs`` says; and None. For ``forward``."""
-        need_dx, need_dweight, need_dbias, _ = needs
-        dx = empty_like(x) if need_dx else None
-        dweight = empty_like(weight) if need_dweight else None  # type: ignore[arg-type]
-        dbias = empty_like(bias) if need_dbias else None  # type: ignore[arg-type]
-        workspace = workspace_for(x) if x.is_cuda else None
-        if not _C.backward(dy, x, weight, moments, dweight, dbias, dx, workspace):
-            dy = with_layout_of(x, dy)
-            _C.backward(dy, x, weight, moments, dweight, dbias, dx, workspace)
-        return dx, dweight, dbias, None
+    """Memory for [2C] in the accumulation type of ``x``."""
+    return x.new_empty(2 * x.shape[1], dtype=accumulation_dtype(x))
 
 
 class _Reference(Ops):
     """The ops over tensors that the kernels cannot read: no workspace, sums where float64 is."""
 
     def statistics(self, x: Tensor) -> Tensor:
-        sums = torch.empty(2 * x.shape[1] + 1, dtype=_float64, device=reference.sums_device(x))
+        sums = torch.empty(2 * x.shape[1] + 1, dtype=float64, device=reference.sums_device(x))
         reference.statistics(x, sums)
         return sums
 
-    def _workspace(self, x: Tensor) -> None:
-        return None
 
-
-KERNELS = _Kernels(_C)
-REFERENCE = _Reference(reference)
+KERNELS = Ops(_C, lambda x: memory_for(x).workspace)
+REFERENCE = _Reference(reference, lambda x: None)
 
 
 def with_layout_of(x: Tensor, dy: Tensor) -> Tensor:
@@ -199,11 +128,6 @@ def with_layout_of(x: Tensor, dy: Tensor) -> Tensor:
 
 class _Dispatched(Ops):
     """``KERNELS`` for a compiler, which hands over tensors of any strides."""
-
-    def _workspace(self, x: Tensor) -> Tensor:
-        # One of its own: torch.compile(mode="reduce-overhead") warms up in the memory of its CUDA
-        # graphs, where nothing may be kept that is not an output.
-        return torch.zeros(_C.WORKSPACE_BYTES, dtype=torch.uint8, device=x.device)
 
     def statistics(self, x: Tensor) -> Tensor:
         return super().statistics(_dense(x))
@@ -233,6 +157,14 @@ class _Dispatched(Ops):
         )
 
 
+def _own_workspace(x: Tensor) -> Tensor | None:
+    """Not kept: torch.compile(mode="reduce-overhead") warms up in the memory of its CUDA graphs,
+    where nothing may be kept that is not an output."""
+    if not x.is_cuda:
+        return None
+    return torch.zeros(_C.WORKSPACE_BYTES, dtype=torch.uint8, device=x.device)
+
+
 def _dense(x: Tensor) -> Tensor:
     dense = _C.check(x, None, None, None, None, None, 0.0)
     return x if dense else empty_like(x).copy_(x)
@@ -243,11 +175,11 @@ def _contiguous(v: Tensor | None) -> Tensor | None:
 
 
 def _fake_statistics(x: Tensor) -> Tensor:
-    return x.new_empty(2 * x.shape[1] + 1, dtype=_float64)
+    return x.new_empty(2 * x.shape[1] + 1, dtype=float64)
 
 
 def _fake_normalize(x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    return empty_like(x), x.new_empty(2 * x.shape[1] + 1, dtype=_float64)
+    return empty_like(x), x.new_empty(2 * x.shape[1] + 1, dtype=float64)
 
 
 def _fake_backward_reduce(
@@ -279,7 +211,7 @@ _SCHEMAS = {
         "(Tensor dy, Tensor x, Tensor? weight, Tensor moments, Tensor sums_dy) -> Tensor"
     ),
 }
-_dispatched = _Dispatched(_C)
+_dispatched = _Dispatched(_C, _own_workspace)
 _library = torch.library.Library("syncbn", "DEF")
 for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema, tags=[torch.Tag.pt2_compliant_tag])

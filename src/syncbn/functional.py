@@ -7,14 +7,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, is_grad_enabled
+from torch import Tensor, empty_like, float64, is_grad_enabled
 from torch._C import _are_functorch_transforms_active as functorch_active
 from torch.autograd import profiler
 from torch.compiler import is_compiling
 
-from . import reference
-from ._ops import KERNELS, REFERENCE, with_layout_of
-from .sync import Exchange, Local, exchange_for
+from . import _C, reference
+from ._function import direct
+from ._ops import (
+    KERNELS,
+    REFERENCE,
+    accumulation_dtype,
+    current_graph_task_id,
+    with_layout_of,
+    written,
+)
+from ._workspace import memory_for, take
+from .sync import Exchange, Local, ProcessGroupExchange, exchange_for
+from .sync.local import LOCAL
 
 __all__ = ["batchnorm2d_sync"]
 
@@ -80,14 +90,14 @@ def batchnorm2d_sync(
     plain = type(x).__torch_dispatch__ is _PLAIN_DISPATCH
     if is_compiling():
         ops: Any = torch.ops.syncbn
-        check, apply = reference.check, _BatchNorm.apply
+        check = reference.check
     elif functorch_active() or not (plain and (x.is_cpu or x.is_cuda)):
         ops = REFERENCE
-        check, apply = reference.check, _BatchNorm.apply
+        check = reference.check
     else:
         # With a profiler the same kernels by way of the dispatcher, which tells it their names.
         ops = torch.ops.syncbn if profiler._is_profiler_enabled else KERNELS
-        check, apply = KERNELS.check, _apply
+        check = KERNELS.check
     ready = check(x, weight, bias, running_mean, running_var, num_batches_tracked, momentum)
     if not training:
         # F.batch_norm takes local statistics only where it is told that it trains, and on CUDA it
@@ -123,11 +133,16 @@ def batchnorm2d_sync(
         x = torch.empty_like(x).copy_(x)
         weight = weight if weight is None else weight.contiguous()
         bias = bias if bias is None else bias.contiguous()
+    rest = running_mean, running_var, num_batches_tracked, momentum, eps
     if exchange.joins:
-        rest = running_mean, running_var, num_batches_tracked, momentum, eps
         return exchange.batch_norm(ops, x, weight, bias, *rest)
-    call = ops, exchange, running_mean, running_var, num_batches_tracked, momentum, eps
-    y: Tensor = apply(x, weight, bias, call)
+    y: Tensor
+    if ops is KERNELS and type(exchange) is Local:
+        y = _apply_alone(x, weight, bias, rest)
+    elif ops is KERNELS and type(exchange) is ProcessGroupExchange:
+        y = _apply_in_group(x, weight, bias, (exchange, rest))
+    else:
+        y = _BatchNorm.apply(x, weight, bias, (ops, exchange, rest))
     return y
 
 
@@ -138,24 +153,17 @@ def fit_batch_norm(x: Tensor, *vectors: Tensor | None) -> bool:
 
 
 class _BatchNorm(torch.autograd.Function):
-    """Two ops and one collective each way. The host's pace counts: no Python but the calls."""
+    """Two ops and one exchange each way."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, call: tuple[Any, ...]
     ) -> Any:
-        ops, exchange, running_mean, running_var, num_batches_tracked, momentum, eps = call
-        if ops is KERNELS and type(exchange) is Local:
-            y, moments = KERNELS.forward(
-                x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps
-            )
-        else:
-            sums = exchange.all_reduce(ops.statistics(x))
-            y, moments = ops.normalize(
-                x, weight, bias, sums, running_mean, running_var, num_batches_tracked, momentum, eps
-            )
+        ops, exchange, rest = call
+        sums = exchange.all_reduce(ops.statistics(x))
+        y, moments = ops.normalize(x, weight, bias, sums, *rest)
         ctx.save_for_backward(x, weight)
-        ctx.rest = ops, exchange, moments, bias, eps
+        ctx.rest = ops, exchange, moments, bias, rest[-1]
         return y
 
     @staticmethod
@@ -163,21 +171,11 @@ class _BatchNorm(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         ops, exchange, moments, bias, eps = ctx.rest
         needs = ctx.needs_input_grad
-        if is_grad_enabled():  # create_graph=True
-            moments = moments[: 2 * x.shape[1] + 1]  # without the scratch memory of KERNELS.forward
-            gradients = reference.backward(
-                dy, x, weight, moments, eps, lambda v: _AllReduce.apply(v, exchange)
-            )
-            likes = x, weight, bias
-            return *(
-                g.to(like.dtype) if need else None
-                for g, like, need in zip(gradients, likes, needs, strict=False)
-            ), None
-        if ops is KERNELS:
-            if type(exchange) is Local:
-                return KERNELS.backward(dy, x, weight, bias, moments, needs)
-            dy = with_layout_of(x, dy)
+        if is_grad_enabled():
+            return _differentiable(dy, x, weight, bias, moments, eps, needs, exchange)
         need_dx, need_dweight, need_dbias, _ = needs
+        if ops is KERNELS:
+            dy = with_layout_of(x, dy)
         sums_dy, dweight, dbias = ops.backward_reduce(
             dy, x, moments, weight if need_dweight else None, bias if need_dbias else None
         )
@@ -187,8 +185,127 @@ class _BatchNorm(torch.autograd.Function):
         return dx, dweight, dbias, None
 
 
-# Without what Function.apply does for torch.func: 0.7 us of 30.
-_apply = super(torch.autograd.Function, _BatchNorm).apply
+class _InGroup(torch.autograd.Function):
+    """``_BatchNorm`` over ``KERNELS`` and a process group, at the host's best pace.
+
+    The exchange is known to be done with its sums when they have been read: the next call gets the
+    same memory.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, call: tuple[Any, ...]
+    ) -> Any:
+        exchange, rest = call
+        size = 2 * x.shape[1] + 1
+        memory = memory_for(x)
+        spare = memory.spare[size, float64]
+        sums = take(spare, x, size, float64)
+        _C.statistics(x, sums, memory.workspace)
+        y, moments = KERNELS.normalize(x, weight, bias, exchange.all_reduce(sums), *rest)
+        spare.append(sums)
+        ctx.save_for_backward(x, weight)
+        ctx.rest = exchange, moments, bias, rest[-1]
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        exchange, moments, bias, eps = ctx.rest
+        needs = ctx.needs_input_grad
+        if is_grad_enabled():
+            return _differentiable(dy, x, weight, bias, moments, eps, needs, exchange)
+        need_dx, need_dweight, need_dbias, _ = needs
+        dy = with_layout_of(x, dy)
+        size, dtype = 2 * x.shape[1], accumulation_dtype(x)
+        memory = memory_for(x)
+        spare = memory.spare[size, dtype]
+        sums_dy = take(spare, x, size, dtype)
+        dweight = empty_like(weight) if need_dweight else None
+        dbias = empty_like(bias) if need_dbias else None
+        _C.backward_reduce(dy, x, moments, sums_dy, dweight, dbias, memory.workspace)
+        exchange.all_reduce(sums_dy)
+        dx = KERNELS.backward_input(dy, x, weight, moments, sums_dy) if need_dx else None
+        spare.append(sums_dy)
+        return dx, dweight, dbias, None
+
+
+class _Alone(torch.autograd.Function):
+    """``_BatchNorm`` over ``KERNELS`` for a participant that is alone: one call each way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, rest: tuple[Any, ...]
+    ) -> Any:
+        running_mean, running_var, num_batches_tracked, momentum, eps = rest
+        if current_graph_task_id() != -1:  # as in normalize
+            running_mean = running_var = num_batches_tracked = None
+        size = 2 * x.shape[1] + 1
+        if x.is_cuda:
+            size *= 2  # scratch memory behind the moments
+        moments = x.new_empty(size, dtype=float64)
+        y = empty_like(x)
+        _C.forward(
+            x,
+            weight,
+            bias,
+            running_mean,
+            running_var,
+            num_batches_tracked,
+            y,
+            moments,
+            momentum,
+            eps,
+            memory_for(x).workspace,
+        )
+        if running_mean is not None:
+            written(running_mean, running_var, num_batches_tracked)
+        ctx.save_for_backward(x, weight)
+        ctx.rest = moments, bias, eps
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        moments, bias, eps = ctx.rest
+        needs = ctx.needs_input_grad
+        if is_grad_enabled():
+            moments = moments[: 2 * x.shape[1] + 1]
+            return _differentiable(dy, x, weight, bias, moments, eps, needs, LOCAL)
+        need_dx, need_dweight, need_dbias, _ = needs
+        dx = empty_like(x) if need_dx else None
+        dweight = empty_like(weight) if need_dweight else None
+        dbias = empty_like(bias) if need_dbias else None
+        workspace = memory_for(x).workspace
+        if not _C.backward(dy, x, weight, moments, dweight, dbias, dx, workspace):
+            dy = with_layout_of(x, dy)
+            _C.backward(dy, x, weight, moments, dweight, dbias, dx, workspace)
+        return dx, dweight, dbias, None
+
+
+_apply_in_group = direct(_InGroup)
+_apply_alone = direct(_Alone)
+
+
+def _differentiable(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    moments: Tensor,
+    eps: float,
+    needs: tuple[bool, ...],
+    exchange: Exchange,
+) -> tuple[Tensor | None, ...]:
+    """The gradients where create_graph=True, in PyTorch's own operations."""
+    gradients = reference.backward(
+        dy, x, weight, moments, eps, lambda v: _AllReduce.apply(v, exchange)
+    )
+    likes: tuple[Any, ...] = x, weight, bias
+    return *(
+        g.to(like.dtype) if need else None
+        for g, like, need in zip(gradients, likes, needs, strict=False)
+    ), None
 
 
 class _AllReduce(torch.autograd.Function):

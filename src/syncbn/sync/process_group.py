@@ -28,6 +28,7 @@ class ProcessGroupExchange(Exchange):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.size = group.size()
+        self._backends: dict[bool, Any] = {}  # by whether they serve CUDA
 
     def all_reduce(self, values: Tensor) -> Tensor:
         if is_compiling():
@@ -65,7 +66,10 @@ class ProcessGroupExchange(Exchange):
         watched = profiler._is_profiler_enabled or _len_torch_dispatch_stack()
         if watched or type(group) is not dist.ProcessGroup:
             return group
-        return group._get_backend(values.device)
+        backend = self._backends.get(values.is_cuda)
+        if backend is None:
+            backend = self._backends[values.is_cuda] = group._get_backend(values.device)
+        return backend
 
     def __repr__(self) -> str:
         try:
