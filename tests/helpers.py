@@ -1,6 +1,7 @@
 """Tensors in every memory layout, and comparison with float64."""
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -100,3 +101,15 @@ def assert_same_bits(actual, expected, message=""):
     assert actual.shape == expected.shape, message
     same = [t.detach().cpu().reshape(-1).view(torch.uint8) for t in (actual, expected)]
     assert torch.equal(*same), message
+
+
+class Recorded(TorchDispatchMode):
+    """Names the ops that PyTorch dispatches."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, _types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))

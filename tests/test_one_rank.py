@@ -6,10 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed import rank_device, run_ranks
-from helpers import DTYPES, LAYOUTS, assert_same_bits, batch, vector
+from helpers import DTYPES, LAYOUTS, Recorded, assert_same_bits, batch, vector
 from syncbn import _C
 from syncbn._workspace import memory_for
 from syncbn.functional import batchnorm2d_sync
@@ -95,17 +94,12 @@ def test_threads_do_not_share_sums():
     run_ranks(1, _layers_of_one_width_in_threads)
 
 
-class _Watch(TorchDispatchMode):
-    def __torch_dispatch__(self, function, _types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
-
-
 def _train_after_inference_mode():
     x, dy = (batch((4, 3, 5), torch.float32, device=rank_device(), seed=i) for i in range(2))
     exchange = ProcessGroupExchange(dist.group.WORLD)
     with torch.inference_mode():
         y = batchnorm2d_sync(x, None, None, None, None, exchange)
-    with _Watch():  # the collective goes through the dispatcher, which looks at what it writes to
+    with Recorded():  # the collective goes through the dispatcher, which looks at what it writes to
         assert_same_bits(results(exchange, x, dy, None, None, 0.1)[0], y)
 
 

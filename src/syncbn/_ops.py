@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, empty_like, float32, float64
+from torch._C import _len_torch_dispatch_stack
+from torch.autograd import profiler
 
 from . import _C, reference
 from ._workspace import memory_for
@@ -21,6 +23,11 @@ from ._workspace import memory_for
 current_graph_task_id = torch._C._current_graph_task_id
 _increment_version = torch._C._increment_version
 same_layout = _C.same_layout
+
+
+def dispatcher_is_watched() -> bool:
+    """Whether a profiler or a dispatch mode wants to hear of ops by way of PyTorch's dispatcher."""
+    return bool(profiler._is_profiler_enabled or _len_torch_dispatch_stack())
 
 
 class Ops:

@@ -9,7 +9,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, empty_like, float64, is_grad_enabled
 from torch._C import _are_functorch_transforms_active as functorch_active
-from torch.autograd import profiler
 from torch.compiler import is_compiling
 
 from . import _C, reference
@@ -19,6 +18,7 @@ from ._ops import (
     REFERENCE,
     accumulation_dtype,
     current_graph_task_id,
+    dispatcher_is_watched,
     with_layout_of,
     written,
 )
@@ -95,8 +95,7 @@ def batchnorm2d_sync(
         ops = REFERENCE
         check = reference.check
     else:
-        # With a profiler the same kernels by way of the dispatcher, which tells it their names.
-        ops = torch.ops.syncbn if profiler._is_profiler_enabled else KERNELS
+        ops = torch.ops.syncbn if dispatcher_is_watched() else KERNELS
         check = KERNELS.check
     ready = check(x, weight, bias, running_mean, running_var, num_batches_tracked, momentum)
     if not training:

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
-from torch.autograd import profiler
 from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 
+from .._ops import dispatcher_is_watched
 from .exchange import Exchange
 
 if dist.is_available():
@@ -59,12 +58,10 @@ class ProcessGroupExchange(Exchange):
     def _backend(self, values: Tensor) -> Any:
         """What the group's own ``allreduce`` calls by way of the dispatcher, which costs 5 us.
 
-        The dispatcher tells profilers and dispatch modes of the call; and a subclass may have an
-        ``allreduce`` of its own.
+        A subclass may have an ``allreduce`` of its own.
         """
         group = self.group
-        watched = profiler._is_profiler_enabled or _len_torch_dispatch_stack()
-        if watched or type(group) is not dist.ProcessGroup:
+        if dispatcher_is_watched() or type(group) is not dist.ProcessGroup:
             return group
         backend = self._backends.get(values.is_cuda)
         if backend is None:
