@@ -230,6 +230,12 @@ def test_the_readme_shows_what_was_measured():
             round(row["syncbn"]),
         )
     assert len(re.findall(r"\d [um]s\b", text)) == 2 * len(shown) > 0
+    step = re.search(
+        r"^\| a ResNet-50 step, batch (\d+) .* \| ([\d.]+) \| ([\d.]+) \|", text, re.MULTILINE
+    )
+    batch, torch_ratio, our_ratio = step.groups()
+    row = rf"^\| {batch} \| eager \| .*\({torch_ratio}\) \| .*\({our_ratio}\) \|$"
+    assert re.search(row, PERFORMANCE.read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize(
