@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from .._function import direct
 from .._ops import KERNELS, sums_dy_for, with_layout_of
 
 if TYPE_CHECKING:
@@ -72,11 +73,11 @@ def batch_norm(
         # A recomputation, of one replica. The same nodes as before, for checkpointing counts what
         # they save.
         sums = replica.recall()
-        _, link = _Statistics.apply(x, call, sums)
+        _, link = _apply_statistics(x, call, sums)
     else:
-        addend = replica.meet(Addend(*_Statistics.apply(x, call, None)))
+        addend = replica.meet(Addend(*_apply_statistics(x, call, None)))
         sums, link = addend.sums, addend.link
-    y: Tensor = _Normalize.apply(x, weight, bias, sums, link, call, options)
+    y: Tensor = _apply_normalize(x, weight, bias, sums, link, call, options)
     return y
 
 
@@ -172,6 +173,11 @@ class _Join(torch.autograd.Function):
         return tuple(results)
 
 
+_apply_statistics = direct(_Statistics)
+_apply_normalize = direct(_Normalize)
+_apply_join = direct(_Join)
+
+
 def join(addends: list[Addend]) -> None:
     """Puts the total into every replica's addend, and the join into their graph.
 
@@ -195,7 +201,7 @@ def _join(addends: list[Addend]) -> None:
         tensors = [a.sums for a in addends] + [a.link for a in addends]
         # The thread that came last may be in another mode than those whose x need gradients.
         with contextlib.nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
-            joined = _Join.apply(addends, *tensors)
+            joined = _apply_join(addends, *tensors)
         totals = joined[: len(addends)]
         for a, link in zip(addends, joined[len(addends) :], strict=True):
             a.link = link
