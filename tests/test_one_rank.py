@@ -1,5 +1,6 @@
 """The short ways, alone and in a process group: bit by bit what the four ops give one by one."""
 
+import contextlib
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 
@@ -63,6 +64,41 @@ def _in_a_group_as_by_itself():
 
 def test_the_same_bits_in_a_group():
     run_ranks(1, _in_a_group_as_by_itself)
+
+
+def _backward_compiled(y, dy):
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda: y.backward(dy), backend="eager")()
+
+
+WAYS = {
+    "anomaly mode": (torch.autograd.detect_anomaly, torch.Tensor.backward),
+    "saved tensors elsewhere": (torch.autograd.graph.save_on_cpu, torch.Tensor.backward),
+    "compiled autograd": (contextlib.nullcontext, _backward_compiled),
+}
+
+
+def _gradients(exchange, around=contextlib.nullcontext, backward=torch.Tensor.backward):
+    x, dy = (batch((4, 3, 5), torch.float32, device=rank_device(), seed=i) for i in range(2))
+    leaves = [x, *(vector(3, torch.float32, rank_device(), seed=i) for i in range(2))]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    with around():
+        backward(batchnorm2d_sync(*leaves, None, None, exchange), dy)
+    return [leaf.grad for leaf in leaves]
+
+
+def _in_every_way():
+    for exchange in Local(), ProcessGroupExchange(dist.group.WORLD):
+        expected = _gradients(exchange)
+        for way in WAYS.values():
+            for a, b in zip(_gradients(exchange, *way), expected, strict=True):
+                assert_same_bits(a, b)
+
+
+def test_what_autograd_does_around_a_backward():
+    """It calls ours without the Python of PyTorch's that is usually in between."""
+    run_ranks(1, _in_every_way)
 
 
 def _spare_vectors(x):

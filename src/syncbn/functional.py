@@ -184,7 +184,7 @@ class _BatchNorm(torch.autograd.Function):
         return dx, dweight, dbias, None
 
 
-class _InGroup(torch.autograd.Function):
+class _BatchNormInGroup(torch.autograd.Function):
     """``_BatchNorm`` over ``KERNELS`` and a process group, at the host's best pace.
 
     The exchange is known to be done with its sums when they have been read: the next call gets the
@@ -229,7 +229,7 @@ class _InGroup(torch.autograd.Function):
         return dx, dweight, dbias, None
 
 
-class _Alone(torch.autograd.Function):
+class _BatchNormAlone(torch.autograd.Function):
     """``_BatchNorm`` over ``KERNELS`` for a participant that is alone: one call each way."""
 
     @staticmethod
@@ -282,8 +282,8 @@ class _Alone(torch.autograd.Function):
         return dx, dweight, dbias, None
 
 
-_apply_in_group = direct(_InGroup)
-_apply_alone = direct(_Alone)
+_apply_in_group = direct(_BatchNormInGroup)
+_apply_alone = direct(_BatchNormAlone)
 
 
 def _differentiable(

@@ -27,7 +27,7 @@ class ProcessGroupExchange(Exchange):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.size = group.size()
-        self._backends: dict[bool, Any] = {}  # by whether they serve CUDA
+        self._backends: dict[str, Any] = {}  # by the type of device that they serve
 
     def all_reduce(self, values: Tensor) -> Tensor:
         if is_compiling():
@@ -63,9 +63,10 @@ class ProcessGroupExchange(Exchange):
         group = self.group
         if dispatcher_is_watched() or type(group) is not dist.ProcessGroup:
             return group
-        backend = self._backends.get(values.is_cuda)
+        device = values.device
+        backend = self._backends.get(device.type)
         if backend is None:
-            backend = self._backends[values.is_cuda] = group._get_backend(values.device)
+            backend = self._backends[device.type] = group._get_backend(device)
         return backend
 
     def __repr__(self) -> str:
