@@ -97,6 +97,26 @@ def test_compiled_blocks_inside_a_checkpoint(reentrant):
     run_ranks(2, _compare_checkpointed, reentrant)
 
 
+def _compile_the_backward_pass(how):
+    torch._dynamo.reset()
+    (x,) = batches(4)
+    results = []
+    for compiled_ in False, True:
+        model = network()
+        loss = model(x).square().mean()
+        run = torch.compile(loss.backward, backend="eager") if compiled_ else loss.backward
+        with torch._dynamo.config.patch(compiled_autograd=how == "compiled autograd"):
+            run()
+        results.append([p.grad for p in model.parameters()])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("how", ["backward", "compiled autograd"])
+def test_the_backward_pass_alone_is_compiled(how):
+    run_ranks(2, _compile_the_backward_pass, how)
+
+
 def _compile_before_the_group_exists(folder):
     rank, backend = dist.get_rank(), dist.get_backend()
     model, first = network(), compiled.batches(4, rank=0)

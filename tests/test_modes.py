@@ -3,16 +3,10 @@
 import copy
 import io
 import pickle
-from functools import partial
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
 import syncbn
 from compiled import network
@@ -219,24 +213,6 @@ def test_dispatch_modes_see_the_ops(device):
     assert_same_bits(y, expected)
     assert_same_bits(dx, torch.autograd.grad(expected.square().sum(), x)[0])
     assert_same_bits(layers[1].running_var, layers[0].running_var)
-
-
-@pytest.mark.parametrize("saved", ["", "statistics", "normalize", "statistics normalize"])
-def test_selective_checkpointing(saved, device):
-    """Whether a policy saves what the ops return or computes it again."""
-
-    def policy(_context, op, *_args, **_kwargs):
-        save = str(op) in {f"syncbn.{name}.default" for name in saved.split()}
-        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
-
-    x = batch((4, 3, 8, 8), torch.float32, device=device)
-    results = []
-    for options in {}, {"context_fn": partial(create_selective_checkpoint_contexts, policy)}:
-        model, leaf = network().to(device), x.clone().requires_grad_()
-        checkpoint(model, leaf, use_reentrant=False, **options).square().sum().backward()
-        results.append([leaf.grad, *(p.grad for p in model.parameters()), *model.buffers()])
-    for a, b in zip(*results, strict=True):
-        assert_same_bits(a, b)
 
 
 def test_a_profile_that_ends_between_forward_and_backward(device):

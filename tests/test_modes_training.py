@@ -1,11 +1,17 @@
 """Ways to train on two ranks: DDP and its options, accumulation, checkpoints, penalties."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import syncbn
 from compiled import assert_same_training, batches, network, train
@@ -183,6 +189,37 @@ def test_join_that_throws_ends_every_rank():
     for steps, error in run_ranks(2, _join_that_throws):
         assert steps == 1
         assert "exhausted" in error
+
+
+# ---- selective checkpointing
+
+OPS = ["syncbn.statistics", "syncbn.normalize", "_c10d_functional.all_reduce"]
+
+
+def _checkpoint_selectively(saved):
+    seen = set()
+
+    def policy(_context, op, *_args, **_kwargs):
+        name = str(op).removesuffix(".default")
+        seen.add(name)
+        save = name in saved
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    (x,) = batches(4)
+    results = []
+    for options in {}, {"context_fn": partial(create_selective_checkpoint_contexts, policy)}:
+        model, leaf = network(), x.clone().requires_grad_()
+        checkpoint(model, leaf, use_reentrant=False, **options).square().sum().backward()
+        results.append([leaf.grad, *(p.grad for p in model.parameters()), *model.buffers()])
+    for a, b in zip(*results, strict=True):
+        assert_same_bits(a, b)
+    assert seen.issuperset(OPS)
+
+
+@pytest.mark.parametrize("saved", [[], *([op] for op in OPS), OPS], ids=str)
+def test_selective_checkpointing(saved):
+    """Whether a policy saves what the ops and the collective return or computes it again."""
+    run_ranks(2, _checkpoint_selectively, saved)
 
 
 # ---- a gradient penalty

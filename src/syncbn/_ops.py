@@ -128,9 +128,15 @@ KERNELS = Ops(_C, lambda x: memory_for(x).workspace)
 REFERENCE = _Reference(reference, lambda x: None)
 
 
-def with_layout_of(x: Tensor, dy: Tensor) -> Tensor:
-    """``dy``, copied if its elements do not lie where those of ``x`` do."""
-    return dy if same_layout(dy, x) else empty_like(x).copy_(dy)
+def alike(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Both, copied as far as their elements do not lie at the same places, without gaps.
+
+    A saved ``x`` has gaps only where a hook for saved tensors has put it among others.
+    """
+    if same_layout(dy, x):
+        return x, dy
+    x = _dense(x)
+    return x, dy if same_layout(dy, x) else empty_like(x).copy_(dy)
 
 
 class _Dispatched(Ops):
@@ -152,16 +158,14 @@ class _Dispatched(Ops):
     def backward_reduce(
         self, dy: Tensor, x: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        x = _dense(x)
-        return super().backward_reduce(with_layout_of(x, dy), x, *rest)
+        x, dy = alike(_dense(x), dy)
+        return super().backward_reduce(dy, x, *rest)
 
     def backward_input(
         self, dy: Tensor, x: Tensor, weight: Tensor | None, moments: Tensor, sums_dy: Tensor
     ) -> Tensor:
-        x = _dense(x)
-        return super().backward_input(
-            with_layout_of(x, dy), x, _contiguous(weight), moments, sums_dy
-        )
+        x, dy = alike(_dense(x), dy)
+        return super().backward_input(dy, x, _contiguous(weight), moments, sums_dy)
 
 
 def _own_workspace(x: Tensor) -> Tensor | None:

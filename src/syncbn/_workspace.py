@@ -56,5 +56,7 @@ def take(spare: list[Tensor], x: Tensor, size: int, dtype: torch.dtype) -> Tenso
     try:
         return spare.pop()
     except IndexError:
-        with torch.inference_mode(False):  # for calls outside of it too
-            return x.new_empty(size, dtype=dtype)
+        # No inference tensor and none of a subclass, as x.new_empty() may be: it will be used by
+        # other calls.
+        with torch.inference_mode(False):
+            return torch.empty(size, dtype=dtype, device=x.device)

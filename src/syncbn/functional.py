@@ -17,9 +17,9 @@ from ._ops import (
     KERNELS,
     REFERENCE,
     accumulation_dtype,
+    alike,
     current_graph_task_id,
     dispatcher_is_watched,
-    with_layout_of,
     written,
 )
 from ._workspace import memory_for, take
@@ -174,7 +174,7 @@ class _BatchNorm(torch.autograd.Function):
             return _differentiable(dy, x, weight, bias, moments, eps, needs, exchange)
         need_dx, need_dweight, need_dbias, _ = needs
         if ops is KERNELS:
-            dy = with_layout_of(x, dy)
+            x, dy = alike(x, dy)
         sums_dy, dweight, dbias = ops.backward_reduce(
             dy, x, moments, weight if need_dweight else None, bias if need_dbias else None
         )
@@ -215,7 +215,7 @@ class _BatchNormInGroup(torch.autograd.Function):
         if is_grad_enabled():
             return _differentiable(dy, x, weight, bias, moments, eps, needs, exchange)
         need_dx, need_dweight, need_dbias, _ = needs
-        dy = with_layout_of(x, dy)
+        x, dy = alike(x, dy)
         size, dtype = 2 * x.shape[1], accumulation_dtype(x)
         memory = memory_for(x)
         spare = memory.spare[size, dtype]
@@ -223,8 +223,8 @@ class _BatchNormInGroup(torch.autograd.Function):
         dweight = empty_like(weight) if need_dweight else None
         dbias = empty_like(bias) if need_dbias else None
         _C.backward_reduce(dy, x, moments, sums_dy, dweight, dbias, memory.workspace)
-        exchange.all_reduce(sums_dy)
-        dx = KERNELS.backward_input(dy, x, weight, moments, sums_dy) if need_dx else None
+        total = exchange.all_reduce(sums_dy)
+        dx = KERNELS.backward_input(dy, x, weight, moments, total) if need_dx else None
         spare.append(sums_dy)
         return dx, dweight, dbias, None
 
@@ -277,7 +277,8 @@ class _BatchNormAlone(torch.autograd.Function):
         dbias = empty_like(bias) if need_dbias else None
         workspace = memory_for(x).workspace
         if not _C.backward(dy, x, weight, moments, dweight, dbias, dx, workspace):
-            dy = with_layout_of(x, dy)
+            x, dy = alike(x, dy)
+            dx = empty_like(x) if need_dx else None
             _C.backward(dy, x, weight, moments, dweight, dbias, dx, workspace)
         return dx, dweight, dbias, None
 

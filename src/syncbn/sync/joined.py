@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .. import reference
 from .._function import direct
-from .._ops import KERNELS, sums_dy_for, with_layout_of
+from .._ops import KERNELS, alike, sums_dy_for
 
 if TYPE_CHECKING:
     from .._ops import Ops
@@ -98,6 +98,8 @@ class _Statistics(torch.autograd.Function):
             dy, call.dy = call.dy, None
             if dy is None or call.graph_task != torch._C._current_graph_task_id():
                 dy = torch.zeros_like(x)
+            if call.ops is KERNELS:
+                x, dy = alike(x, dy)
             assert call.moments is not None
             through = call.ops.backward_input(dy, x, weight, call.moments, sums_dy)
             dx = through if dx is None else dx + through
@@ -133,7 +135,7 @@ class _Normalize(torch.autograd.Function):
             dbias = reference.sum_per_channel(dy, ctx.bias.dtype) if need_dbias else None
             return dx, dweight, dbias, dsums, None, None, None
         if call.ops is KERNELS:
-            dy = with_layout_of(x, dy)
+            x, dy = alike(x, dy)
         assert call.moments is not None
         sums_dy, dweight, dbias = call.ops.backward_reduce(
             dy,

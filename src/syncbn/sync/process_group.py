@@ -6,10 +6,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch.autograd import profiler
 from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 
-from .._ops import dispatcher_is_watched
 from .exchange import Exchange
 
 if dist.is_available():
@@ -31,11 +32,7 @@ class ProcessGroupExchange(Exchange):
 
     def all_reduce(self, values: Tensor) -> Tensor:
         if is_compiling():
-            # Here, because it would add 30 ms to the import.
-            from torch.distributed import _functional_collectives as funcol
-
-            summed: Tensor = funcol.all_reduce(values, "sum", self.group)
-            return summed
+            return self._functional(values)
         ddp = DistributedDataParallel._active_ddp_module
         if ddp is not None and ddp._join_config.enable:
             _refuse_join(ddp._join_config.throw_on_early_termination)
@@ -44,6 +41,9 @@ class ProcessGroupExchange(Exchange):
         # to it; a backend that knows of no such thing hands out work to wait for. wait() blocks
         # until the sum is there for gloo.
         try:
+            if _len_torch_dispatch_stack() and type(self.group) is dist.ProcessGroup:
+                # Selective checkpointing keeps results in place of calls: none of an op in place.
+                return self._functional(values)
             work = self._backend(values).allreduce([values], _SYNCHRONOUS)
             if work is not None:
                 work.wait()
@@ -55,13 +55,22 @@ class ProcessGroupExchange(Exchange):
             ) from error
         return values
 
+    def _functional(self, values: Tensor) -> Tensor:
+        # Here, because it would add 30 ms to the import.
+        from torch.distributed import _functional_collectives as funcol
+
+        summed: Any = funcol.all_reduce(values, "sum", self.group)
+        # Something to wait for where nothing is traced.
+        return summed.wait() if isinstance(summed, funcol.AsyncCollectiveTensor) else summed
+
     def _backend(self, values: Tensor) -> Any:
         """What the group's own ``allreduce`` calls by way of the dispatcher, which costs 5 us.
 
-        A subclass may have an ``allreduce`` of its own.
+        The dispatcher tells profilers of the call; and a subclass may have an ``allreduce`` of its
+        own.
         """
         group = self.group
-        if dispatcher_is_watched() or type(group) is not dist.ProcessGroup:
+        if profiler._is_profiler_enabled or type(group) is not dist.ProcessGroup:
             return group
         device = values.device
         backend = self._backends.get(device.type)
