@@ -27,7 +27,7 @@ same_layout = _C.same_layout
 
 def dispatcher_is_watched() -> bool:
     """Whether a profiler or a dispatch mode wants to hear of ops by way of PyTorch's dispatcher."""
-    return bool(profiler._is_profiler_enabled or _len_torch_dispatch_stack())
+    return profiler._is_profiler_enabled or _len_torch_dispatch_stack() > 0
 
 
 class Ops:

@@ -240,8 +240,10 @@ class _BatchNormAlone(torch.autograd.Function):
         if current_graph_task_id() != -1:  # as in normalize
             running_mean = running_var = num_batches_tracked = None
         size = 2 * x.shape[1] + 1
+        workspace = None
         if x.is_cuda:
             size *= 2  # scratch memory behind the moments
+            workspace = memory_for(x).workspace
         moments = x.new_empty(size, dtype=float64)
         y = empty_like(x)
         _C.forward(
@@ -255,7 +257,7 @@ class _BatchNormAlone(torch.autograd.Function):
             moments,
             momentum,
             eps,
-            memory_for(x).workspace,
+            workspace,
         )
         if running_mean is not None:
             written(running_mean, running_var, num_batches_tracked)
@@ -275,7 +277,7 @@ class _BatchNormAlone(torch.autograd.Function):
         dx = empty_like(x) if need_dx else None
         dweight = empty_like(weight) if need_dweight else None
         dbias = empty_like(bias) if need_dbias else None
-        workspace = memory_for(x).workspace
+        workspace = memory_for(x).workspace if x.is_cuda else None
         if not _C.backward(dy, x, weight, moments, dweight, dbias, dx, workspace):
             x, dy = alike(x, dy)
             dx = empty_like(x) if need_dx else None
