@@ -1,9 +1,11 @@
 """torch.compile with fullgraph=True on two ranks: one collective each way, equal to eager."""
 
+import contextlib
 import copy
 import tempfile
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 
 import compiled
+import syncbn
 from compiled import Graphs, network
-from distributed import BACKEND, Ranks, run_ranks
+from distributed import BACKEND, Ranks, rank_device, run_ranks
+from helpers import assert_same_bits, batch
 
 
 def batches(*sizes):
@@ -115,6 +119,29 @@ def _compile_the_backward_pass(how):
 @pytest.mark.parametrize("how", ["backward", "compiled autograd"])
 def test_the_backward_pass_alone_is_compiled(how):
     run_ranks(2, _compile_the_backward_pass, how)
+
+
+def _while_another_thread_compiles(x, dy, modules):
+    results = []
+    for compiling in False, True:
+        layer, leaf = syncbn.BatchNorm2d(5, device=rank_device()), x.clone().requires_grad_()
+        with contextlib.ExitStack() as stack:
+            for module in modules if compiling else ():
+                # PyTorch says so in every thread then.
+                stack.enter_context(mock.patch(f"syncbn.{module}.is_compiling", return_value=True))
+            layer(leaf).backward(dy)
+        results.append([leaf.grad, layer.weight.grad, layer.running_var])
+    for a, b in zip(*results, strict=True):
+        assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize(
+    "modules", [["sync.process_group"], ["functional", "sync.process_group"]], ids=str
+)
+def test_while_another_thread_compiles(modules):
+    """From the start, or from the collective on."""
+    x, dy = (batch((2, 5, 3, 4), torch.float32, seed=seed) for seed in range(2))
+    run_ranks(2, _while_another_thread_compiles, x, dy, modules)
 
 
 def _compile_before_the_group_exists(folder):

@@ -1,9 +1,7 @@
 """Several ranks against one batch_norm on the whole batch in float64."""
 
-import contextlib
 import time
 from datetime import timedelta
-from unittest import mock
 
 import pytest
 import torch
@@ -278,29 +276,6 @@ def test_tools_see_the_collectives():
     for counts, profiled in run_ranks(2, _count_calls, *parts(EQUAL)):
         assert counts == {"c10d_functional.all_reduce": 2}
         assert profiled == 2
-
-
-def _while_another_thread_compiles(x, dy, modules):
-    results = []
-    for compiling in False, True:
-        layer, leaf = syncbn.BatchNorm2d(5, device=rank_device()), x.clone().requires_grad_()
-        with contextlib.ExitStack() as stack:
-            for module in modules if compiling else ():
-                # PyTorch says so in every thread then.
-                stack.enter_context(mock.patch(f"syncbn.{module}.is_compiling", return_value=True))
-            layer(leaf).backward(dy)
-        results.append([leaf.grad, layer.weight.grad, layer.running_var])
-    for a, b in zip(*results, strict=True):
-        assert_same_bits(a, b)
-
-
-@pytest.mark.parametrize(
-    "modules", [["sync.process_group"], ["functional", "sync.process_group"]], ids=str
-)
-def test_while_another_thread_compiles(modules):
-    """From the start, or from the collective on."""
-    x, dy = (batch(EQUAL[0], torch.float32, seed=seed) for seed in range(2))
-    run_ranks(2, _while_another_thread_compiles, x, dy, modules)
 
 
 def _error_of(function, *args):
