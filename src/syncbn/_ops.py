@@ -13,21 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, empty_like, float32, float64
-from torch._C import _len_torch_dispatch_stack
-from torch.autograd import profiler
 
 from . import _C, reference
 from ._workspace import memory_for
 
 # Every look-up in a module costs the host.
-current_graph_task_id = torch._C._current_graph_task_id
+_current_graph_task_id = torch._C._current_graph_task_id
 _increment_version = torch._C._increment_version
 same_layout = _C.same_layout
-
-
-def dispatcher_is_watched() -> bool:
-    """Whether a profiler or a dispatch mode wants to hear of ops by way of PyTorch's dispatcher."""
-    return profiler._is_profiler_enabled or _len_torch_dispatch_stack() > 0
 
 
 class Ops:
@@ -59,9 +52,9 @@ class Ops:
         eps: float,
     ) -> tuple[Tensor, Tensor]:
         """``y`` and moments [2C + 1] float64: [mean | invstd | n]. Moves the running statistics."""
-        if current_graph_task_id() != -1:
-            # Inside a backward pass: a recomputation (checkpointing), whose batch has been counted.
-            running_mean = running_var = num_batches_tracked = None
+        running_mean, running_var, num_batches_tracked = moved(
+            running_mean, running_var, num_batches_tracked
+        )
         y = empty_like(x)
         moments = empty_like(sums)
         self._op.normalize(
@@ -77,8 +70,6 @@ class Ops:
             momentum,
             eps,
         )
-        if running_mean is not None:
-            written(running_mean, running_var, num_batches_tracked)
         return y, moments
 
     def backward_reduce(
@@ -100,9 +91,22 @@ class Ops:
         return dx
 
 
-def written(mean: Tensor, var: Tensor | None, batches: Tensor | None) -> None:
-    """Makes writes known to autograd: an earlier forward in eval may have saved the statistics."""
-    _increment_version((mean, var) if batches is None else (mean, var, batches))  # type: ignore[arg-type]
+def moved(
+    running_mean: Tensor | None, running_var: Tensor | None, num_batches_tracked: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Those of the running statistics that the forward pass at hand is to move.
+
+    None of them inside a backward pass: that is a recomputation (checkpointing), whose batch has
+    been counted. Autograd is told of the others: an earlier forward in eval may have saved them.
+    """
+    if _current_graph_task_id() != -1:
+        return None, None, None
+    if running_mean is not None:
+        statistics = running_mean, running_var
+        _increment_version(
+            statistics if num_batches_tracked is None else (*statistics, num_batches_tracked)  # type: ignore[arg-type]
+        )
+    return running_mean, running_var, num_batches_tracked
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
