@@ -3,8 +3,9 @@
     python benchmarks/step.py [--json FILE] [--batches N ...]
 
 channels_last, bfloat16 autocast. Both synchronized layers communicate, through an NCCL group of one
-rank: two collectives per layer. Eager, and as a captured CUDA graph; milliseconds, medians; peak
-memory of an eager step beside model, optimizer and input. Each batch size in a process of its own.
+rank: two collectives per layer; "syncbn alone" is the same layer with nobody to talk to. Eager, and
+as a captured CUDA graph; milliseconds, medians; peak memory of an eager step beside model,
+optimizer and input. Each batch size in a process of its own.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 
 import processes
 import torch
 import torch.distributed as dist
 import torchvision
 from gpu import TorchSync
+from timing import alternate
 from torch import nn
 
 import syncbn
-from syncbn.sync import ProcessGroupExchange
+from syncbn.sync import Local, ProcessGroupExchange
 
 BATCHES = [4, 32, 128]
 
@@ -40,7 +41,12 @@ def with_syncbn(model: nn.Module) -> nn.Module:
     return syncbn.convert_model(model, ProcessGroupExchange(dist.group.WORLD))
 
 
-LAYERS = {"nn.BatchNorm2d": lambda m: m, "nn.SyncBatchNorm": with_torch_sync, "syncbn": with_syncbn}
+LAYERS = {
+    "nn.BatchNorm2d": lambda m: m,
+    "nn.SyncBatchNorm": with_torch_sync,
+    "syncbn": with_syncbn,
+    "syncbn alone": lambda m: syncbn.convert_model(m, Local()),
+}
 
 
 def make_step(convert: Callable[[nn.Module], nn.Module], batch: int) -> Callable[[], None]:
@@ -61,17 +67,15 @@ def make_step(convert: Callable[[nn.Module], nn.Module], batch: int) -> Callable
     return step
 
 
-def alternate(steps: dict[str, Callable[[], object]], count: int) -> dict[str, float]:
-    """Median milliseconds; the layers take turns, so that the host's moods meet all of them."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(count):
-        for name, step in steps.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            step()
-            torch.cuda.synchronize()
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(t) * 1000 for name, t in times.items()}
+def milliseconds(steps: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Median time of each step until the GPU is done; each has turns of five."""
+
+    def finished(step: Callable[[], object]) -> None:
+        step()
+        torch.cuda.synchronize()
+
+    times = alternate([partial(finished, step) for step in steps.values()], turn=5, rounds=5)
+    return {name: us / 1000 for name, us in zip(steps, times, strict=True)}
 
 
 def peak_mib(step: Callable[[], object]) -> float:
@@ -93,14 +97,14 @@ def measure(batch: int) -> list[dict]:
                 step()
     torch.cuda.synchronize()
     peak = {name: peak_mib(step) for name, step in steps.items()}
-    eager = alternate(steps, 25)
+    eager = milliseconds(steps)
     graphs = {}
     for name, step in steps.items():
         graphs[name] = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graphs[name]):
             step()
         graphs[name].replay()
-    graph = alternate({name: g.replay for name, g in graphs.items()}, 25)
+    graph = milliseconds({name: g.replay for name, g in graphs.items()})
     return [
         {
             "batch": batch,

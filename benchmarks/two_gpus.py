@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 
 import processes
 import torch
 import torchvision
 from gpu import ROWS, gpu_times, host_times
-from step import BATCHES, alternate, make_step
+from step import BATCHES, make_step, milliseconds
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -33,7 +32,6 @@ CONVERT = {
     "nn.SyncBatchNorm": nn.SyncBatchNorm.convert_sync_batchnorm,
     "syncbn": syncbn.convert_model,
 }
-STEPS = 25
 
 
 def measure_layers(quick: bool) -> dict:
@@ -57,14 +55,6 @@ def on_gpu(model: nn.Module) -> nn.Module:
     return model.cuda().to(memory_format=torch.channels_last)
 
 
-def timed(steps: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """Milliseconds of each step."""
-    for step in steps.values():
-        for _ in range(4):
-            step()
-    return alternate(steps, STEPS)
-
-
 def measure_steps(batches: list[int]) -> dict[int, dict[str, float]]:
     """Milliseconds of a step under DDP with each layer, by batch size. Every rank calls this."""
     torch.backends.cudnn.benchmark = True
@@ -73,7 +63,7 @@ def measure_steps(batches: list[int]) -> dict[int, dict[str, float]]:
         return DistributedDataParallel(on_gpu(CONVERT[name](model)), gradient_as_bucket_view=True)
 
     return {
-        batch: timed(
+        batch: milliseconds(
             {name: make_step(lambda m, name=name: wrapped(name, m), batch) for name in CONVERT}
         )
         for batch in batches
@@ -100,7 +90,7 @@ def measure_one_process(batch: int, gpus: int) -> dict[str, float]:
     results = {}
     for group, benchmark in (one, True), (steps, False):
         torch.backends.cudnn.benchmark = benchmark
-        results |= timed(group)
+        results |= milliseconds(group)
     return results
 
 
