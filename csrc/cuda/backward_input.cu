@@ -16,12 +16,12 @@ namespace {
 
 template <typename A>
 __global__ __launch_bounds__(A::kThreads, A::kBlocksPerSM) void backward_input_kernel(
-    const typename A::T* __restrict__ dy,  // [outer, C, inner]
-    const typename A::T* __restrict__ x,   // [outer, C, inner]
-    const Vector weight,                   // [C] or absent
-    const double* moments,                 // [2C + 1]
-    const typename A::acc* sums_dy,        // [2C]
-    typename A::T* __restrict__ dx,        // [outer, C, inner]
+    const typename A::T* dy,         // [outer, C, inner]
+    const typename A::T* x,          // [outer, C, inner]
+    const Vector weight,             // [C] or absent
+    const double* moments,           // [2C + 1]
+    const typename A::acc* sums_dy,  // [2C]
+    typename A::T* dx,               // [outer, C, inner]
     const __grid_constant__ Plan plan) {
   using acc = typename A::acc;
   constexpr int kSteps = A::kStepsOfTwo;

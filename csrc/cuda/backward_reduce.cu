@@ -12,12 +12,12 @@ namespace {
 
 template <typename A>
 __global__ __launch_bounds__(A::kThreads, A::kBlocksPerSM) void backward_reduce_kernel(
-    const typename A::T* __restrict__ dy,  // [outer, C, inner]
-    const typename A::T* __restrict__ x,   // [outer, C, inner]
-    const double* moments,                 // [2C + 1]
-    typename A::acc* sums_dy,              // [2C]
-    const Vector dweight,                  // [C] or absent
-    const Vector dbias,                    // [C] or absent
+    const typename A::T* dy,   // [outer, C, inner]
+    const typename A::T* x,    // [outer, C, inner]
+    const double* moments,     // [2C + 1]
+    typename A::acc* sums_dy,  // [2C]
+    const Vector dweight,      // [C] or absent
+    const Vector dbias,        // [C] or absent
     const __grid_constant__ Plan plan, const Partials partials) {
   using acc = typename A::acc;
   constexpr int kSteps = A::kStepsOfTwo;

@@ -58,34 +58,43 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
-// What a launch depends on, asked once per device.
+// What ask() says of a device. It is asked once for each.
+template <typename Fact, typename Ask>
+Fact once_per_device(int device, Ask ask) {
+  constexpr int kDevices = 64;
+  static std::array<Fact, kDevices> known;
+  static std::array<std::once_flag, kDevices> asked;
+  if (device >= kDevices) return ask();
+  std::call_once(asked[device], [&] { known[device] = ask(); });
+  return known[device];
+}
+
 struct Device {
   uint32_t multiprocessors;
-  bool overlaps;     // a kernel may start while the one before it ends
   int64_t l2_bytes;  // cache
 };
 
-inline Device ask_device(const char* op, int device) {
+inline Device device_facts(const char* op, int device) {
   const auto attribute = [&](cudaDeviceAttr which) {
     int value = 0;
     check(op, cudaDeviceGetAttribute(&value, which, device));
     return value;
   };
-  int driver = 0;
-  check(op, cudaDriverGetVersion(&driver));
-  // Before 12.3, CUDA graphs could not hold overlapping launches.
-  const bool overlaps = attribute(cudaDevAttrComputeCapabilityMajor) >= 9 && driver >= 12030;
-  return {static_cast<uint32_t>(attribute(cudaDevAttrMultiProcessorCount)), overlaps,
-          attribute(cudaDevAttrL2CacheSize)};
+  return once_per_device<Device>(device, [&] {
+    return Device{static_cast<uint32_t>(attribute(cudaDevAttrMultiProcessorCount)),
+                  attribute(cudaDevAttrL2CacheSize)};
+  });
 }
 
-inline Device device_facts(const char* op, int device) {
-  constexpr int kDevices = 64;
-  static std::array<Device, kDevices> known;
-  static std::array<std::once_flag, kDevices> asked;
-  if (device >= kDevices) return ask_device(op, device);
-  std::call_once(asked[device], [&] { known[device] = ask_device(op, device); });
-  return known[device];
+// Whether a kernel may start while the one before it ends. Compiled for an older architecture, and
+// translated when it is loaded, it does not wait there (overlap.cuh). Before 12.3, CUDA graphs
+// could not hold such launches.
+inline bool may_overlap(const char* op, const void* kernel) {
+  int driver = 0;
+  check(op, cudaDriverGetVersion(&driver));
+  cudaFuncAttributes code{};
+  check(op, cudaFuncGetAttributes(&code, kernel));
+  return code.ptxVersion >= 90 && driver >= 12030;
 }
 
 // Launches a kernel that begins with wait_for_previous(). Where the device can, its blocks start,
@@ -102,7 +111,8 @@ void launch(const char* op, void (*kernel)(Parameters...), uint32_t blocks, uint
   config.blockDim = dim3(threads);
   config.stream = static_cast<cudaStream_t>(where.stream);
   config.attrs = &early;
-  config.numAttrs = device_facts(op, where.device).overlaps ? 1 : 0;
+  config.numAttrs = once_per_device<bool>(
+      where.device, [&] { return may_overlap(op, reinterpret_cast<const void*>(kernel)); });
   check(op, cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...));
 }
 

@@ -53,8 +53,8 @@ __global__ __launch_bounds__(A::kThreads, A::kBlocksPerSM) void normalize_kernel
   constexpr int kSteps = A::kSteps;
   wait_for_previous();
   if (blockIdx.x < channel_blocks) return update_channels(op, channel_blocks);
-  const T* __restrict__ x = static_cast<const T*>(op.x);  // [outer, C, inner]
-  T* __restrict__ y = static_cast<T*>(op.y);              // [outer, C, inner]
+  const T* x = static_cast<const T*>(op.x);  // [outer, C, inner]
+  T* y = static_cast<T*>(op.y);              // [outer, C, inner]
   const Walk<A> walk(plan, gridDim.x - 1 - blockIdx.x);
 
   typename A::pack_t pack[kSteps];

@@ -7,7 +7,8 @@
 namespace syncbn::cuda {
 
 // The first thing that every kernel does. Until then it may run beside the kernel before it, whose
-// results it must not touch.
+// results it must not touch. So no kernel calls its inputs __restrict__: the compiler may read such
+// memory earlier.
 __device__ inline void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   cudaGridDependencySynchronize();

@@ -11,9 +11,9 @@ namespace {
 
 template <typename A>
 __global__ __launch_bounds__(A::kThreads, A::kBlocksPerSM) void statistics_kernel(
-    const typename A::T* __restrict__ x,  // [outer, C, inner]
-    double* __restrict__ sums,            // [2C + 1]
-    const double n,                       // values per channel
+    const typename A::T* x,  // [outer, C, inner]
+    double* sums,            // [2C + 1]
+    const double n,          // values per channel
     const double one_nth, const __grid_constant__ Plan plan, const Partials partials) {
   using acc = typename A::acc;
   constexpr int kSteps = A::kSteps;
