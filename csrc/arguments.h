@@ -174,6 +174,20 @@ class Arguments {
     return running;
   }
 
+  double number(const char* name, const py::object& value) const {
+    const double number = PyFloat_AsDouble(value.ptr());
+    if (number == -1 && PyErr_Occurred()) {
+      PyErr_Clear();
+      type_error(std::string(name) + " to be a number", Py_TYPE(value.ptr())->tp_name);
+    }
+    return number;
+  }
+  void not_negative(const char* name, const py::object& value) const {
+    if (!(number(name, value) >= 0)) {
+      value_error(std::string(name) + " of 0 or more", py::str(value));
+    }
+  }
+
   // Bytes on the device of the first tensor; needed by CUDA ops alone.
   Workspace workspace(const Tensor& t) const {
     if (!x_.is_cuda()) return {nullptr, 0};

@@ -192,11 +192,13 @@ bool backward(const Tensor& dy, const Tensor& x, const Tensor& weight, const Ten
 }
 
 bool check(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& running_mean,
-           const Tensor& running_var, const Tensor& num_batches_tracked,
-           std::optional<double> momentum) {
+           const Tensor& running_var, const Tensor& num_batches_tracked, const py::object& momentum,
+           const py::object& eps) {
   Arguments check("batchnorm2d_sync", "x", x);
   const bool gapless = check.gapless("weight", weight) & check.gapless("bias", bias);
-  check.running(running_mean, running_var, num_batches_tracked, momentum.has_value());
+  check.running(running_mean, running_var, num_batches_tracked, !momentum.is_none());
+  if (!momentum.is_none()) check.number("momentum", momentum);
+  check.not_negative("eps", eps);
   return check.dense() && gapless && begins_well(x);
 }
 
@@ -271,7 +273,7 @@ PYBIND11_MODULE(_C, m) {
         "backward_reduce and, if there is a dx, backward_input, with the moments of forward. "
         "False, and nothing done, where the elements of dy do not lie where those of x do.");
   m.def("check", &check, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("running_mean"),
-        py::arg("running_var"), py::arg("num_batches_tracked"), py::arg("momentum"),
+        py::arg("running_var"), py::arg("num_batches_tracked"), py::arg("momentum"), py::arg("eps"),
         "Raises what the four ops would raise for these arguments. Returns whether x, weight and "
         "bias can be read where they are: without gaps in memory, in any order of dimensions; if "
         "not, they have to be copied.");

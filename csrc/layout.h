@@ -17,6 +17,8 @@ struct Layout {
   int64_t size() const { return count() * channels; }
 };
 
+constexpr int64_t kLongRow = int64_t{1} << 30;
+
 // Fills `layout` and returns true if the tensor is dense: no gaps, no overlaps, in any order of
 // dimensions. Strides are in elements; those of dimensions of size 1 mean nothing. Needs ndim >= 2.
 inline bool dense_layout(int ndim, const int64_t* shape, const int64_t* strides, Layout* layout) {
@@ -30,6 +32,7 @@ inline bool dense_layout(int ndim, const int64_t* shape, const int64_t* strides,
   // of elements passed so far. At most ndim steps of at most ndim looks each.
   int64_t passed = 1;
   int64_t inner = -1;
+  int64_t before = 1;  // the slowest dimension
   while (passed < size) {
     int next = -1;
     for (int i = 0; i < ndim && next < 0; ++i) {
@@ -37,9 +40,11 @@ inline bool dense_layout(int ndim, const int64_t* shape, const int64_t* strides,
     }
     if (next < 0) return false;
     if (next == 1) inner = passed;
+    before = passed;
     passed *= shape[next];
   }
-  if (inner < 0) inner = size;  // one channel: all of the tensor is inner
+  // One channel: all of the tensor is inner, but for what would be too long a row for CUDA.
+  if (inner < 0) inner = size <= kLongRow ? size : before;
   *layout = {size / (inner * shape[1]), shape[1], inner};
   return true;
 }

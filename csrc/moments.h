@@ -36,9 +36,10 @@ SYNCBN_HOST_DEVICE inline double invstd_of(double var, double eps) {
   return var + eps == 0 ? 0 : 1 / sqrt(var + eps);
 }
 
-// A running statistic moved towards the value of this batch.
+// A running statistic moved towards the value of this batch. As a weighted sum: a factor of 1 gives
+// the value, however large the statistic was.
 SYNCBN_HOST_DEVICE inline double moved(double running, double value, double factor) {
-  return running + factor * (value - running);
+  return (1 - factor) * running + factor * value;
 }
 
 }  // namespace syncbn

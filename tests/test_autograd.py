@@ -223,3 +223,39 @@ def test_an_activation_that_works_in_place_behind_the_layer(device):
     model(a).square().sum().backward()
     ours(b).square().sum().backward()
     assert_near(b.grad, a.grad, 10.0)
+
+
+@pytest.mark.parametrize("absent", ["", "w", "wb"])
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_batch_of_gradients(shape, absent, replicas):
+    """``is_grads_batched=True``, as of ``jacobian(vectorize=True)``, and one after another."""
+    x, weight, bias = inputs(shape, "contiguous", "cpu", absent)
+    layer = syncbn.SyncBatchNorm(shape[1], dtype=torch.float64)
+    layer.weight, layer.bias = (
+        None if v is None else torch.nn.Parameter(v.detach()) for v in (weight, bias)
+    )
+    if replicas == 1:
+        y = layer(x)
+    else:
+        net = syncbn.ModelDataParallel(layer, ["cpu"] * 2)
+        y = torch.cat(net(syncbn.scatter(x, net.devices)))
+    wanted = [x, *layer.parameters()]
+    dys = batch((3, *shape), seed=5)
+    each = [torch.autograd.grad(y, wanted, dy, retain_graph=True) for dy in dys]
+    together = torch.autograd.grad(y, wanted, dys, is_grads_batched=True)
+    for i, gradient in enumerate(together):
+        assert not gradient.requires_grad
+        assert_near(gradient, torch.stack([gradients[i] for gradients in each]), 100.0)
+
+
+def test_jacobians_and_hessians_by_vectors():
+    layer = syncbn.BatchNorm1d(3, dtype=torch.float64)
+    x = batch((4, 3))
+    functional = torch.autograd.functional
+    assert_near(functional.jacobian(layer, x, vectorize=True), functional.jacobian(layer, x), 100.0)
+
+    def loss(x):
+        return layer(x).pow(3).sum()
+
+    assert_near(functional.hessian(loss, x, vectorize=True), functional.hessian(loss, x), 1e4)

@@ -17,7 +17,7 @@ import compiled
 import syncbn
 from compiled import Graphs, network
 from distributed import BACKEND, Ranks, rank_device, run_ranks
-from helpers import assert_same_bits, batch
+from helpers import assert_near, assert_same_bits, batch
 
 
 def batches(*sizes):
@@ -57,6 +57,20 @@ def test_one_collective_each_way_per_layer():
     for forward, backward, all_forward, all_backward in run_ranks(2, _count_collectives):
         assert forward == backward == [2]
         assert all_forward == all_backward == [4]
+
+
+def _exported(x, strict):
+    layer = syncbn.BatchNorm2d(3).to(x)
+    part = x.split([3, 1])[dist.get_rank()]
+    program = torch.export.export(layer, (part,), strict=strict)
+    return program.module()(part)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_training_graph_exchanges(strict):
+    x = batch((4, 3, 5, 5))
+    y = torch.cat(run_ranks(2, _exported, x, strict, timeout=120))
+    assert_near(y, torch.nn.functional.batch_norm(x, None, None, training=True))
 
 
 def _count_graphs():

@@ -145,11 +145,18 @@ def test_the_same_bits_in_every_run(dtype, fmt):
 # several sections (csrc/cuda/walk.cuh).
 @pytest.mark.parametrize(
     ("channels", "fmt"),
-    [(3, torch.contiguous_format), (8, torch.channels_last), (3, torch.channels_last)],
+    [
+        (3, torch.contiguous_format),
+        (8, torch.channels_last),
+        (3, torch.channels_last),
+        (1, torch.contiguous_format),  # more than a row may have
+    ],
     ids=str,
 )
 def test_more_than_2_31_elements(channels, fmt):
     rows = 2**30 if channels == 3 and fmt == torch.channels_last else 2**31 // channels
+    if channels == 1:
+        rows = 2**33
     n = rows // 2**20 + 1
     if torch.cuda.mem_get_info()[0] < 10 * n * channels * 2**20:
         pytest.skip("not enough device memory")

@@ -1,5 +1,7 @@
 """``batchnorm2d_sync`` on one rank, line by line of its semantics, against PyTorch in float64."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -321,6 +323,29 @@ def bad_calls():
     }
 
 
+@pytest.mark.parametrize("name", ["momentum", "eps"])
+@pytest.mark.parametrize("value", ["0.1", [0.1], torch.nn], ids=str)
+def test_numbers_are_checked_before_any_collective(name, value, device):
+    exchange = Counting(size=2)
+    x = torch.zeros(4, 3, device=device)
+    text = f"batchnorm2d_sync: expected {name} to be a number, got {type(value).__name__}"
+    with pytest.raises(TypeError, match=re.escape(text)):
+        batchnorm2d_sync(x, None, None, None, None, exchange, **{name: value})
+    assert exchange.payloads == []
+
+
+@pytest.mark.parametrize("eps", [-1.0, float("nan"), None])
+def test_a_bad_eps_is_found_before_any_collective(eps, device):
+    exchange = Counting(size=2)
+    x = torch.zeros(4, 3, device=device)
+    error, text = (TypeError, "a number") if eps is None else (ValueError, f"0 or more, got {eps}")
+    with pytest.raises(error, match=f"batchnorm2d_sync: expected eps .*{text}"):
+        batchnorm2d_sync(x, None, None, None, None, exchange, eps=eps)
+    with torch.device("meta"), pytest.raises(error, match=f"expected eps .*{text}"):
+        batchnorm2d_sync(torch.zeros(4, 3), None, None, None, None, exchange, eps=eps)
+    assert exchange.payloads == []
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("case", bad_calls())
 def test_bad_arguments_are_found_before_any_collective(case, training):
@@ -348,3 +373,39 @@ def test_mixed_devices():
     x = torch.zeros(4, 3, device="cuda")
     with pytest.raises(ValueError, match="weight on cuda:0, as x"):
         batchnorm2d_sync(x, torch.ones(3), None, None, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_momentum_of_1_forgets_what_was_there(dtype, device):
+    """However large: running + (value - running) would be 0."""
+    x = batch((8, 3, 5, 2), dtype, device=device)
+    far = [torch.full((3,), value, dtype=dtype, device=device) for value in (1e20, 1e30)]
+    new = [torch.zeros_like(v) for v in far]
+    for running in (far, new):
+        batchnorm2d_sync(x, None, None, *running, momentum=1.0)
+    for a, b in zip(far, new, strict=True):
+        assert_same_bits(a, b)
+    assert_near(far[1], x.double().transpose(0, 1).flatten(1).var(1), 10.0)
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 5, 9), (4, 3, 1, 1), (3, 1, 4, 5)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_evaluation_takes_gradients_of_any_strides(shape, dtype, device):
+    """As of a sequence of tokens (DETR); PyTorch's own layer gets them wrong on the CPU."""
+    x, dy = (batch(shape, dtype, device=device, seed=i) for i in range(2))
+    channels = shape[1]
+    weight, bias = (vector(channels, dtype, device, seed=i) for i in range(2))
+    running = torch.zeros(channels, dtype=dtype, device=device), torch.ones_like(weight)
+    leaves = [v.clone().requires_grad_() for v in (x, weight, bias)]
+    y = batchnorm2d_sync(*leaves, *running, training=False)
+    tokens = dy.flatten(2).permute(2, 0, 1).contiguous()
+    (y.flatten(2).permute(2, 0, 1) * tokens).sum().backward()
+    scale = weight.double() / (1 + 1e-5) ** 0.5
+    xhat = x.double() / (1 + 1e-5) ** 0.5
+    expected = [
+        dy.double() * scale.view(1, -1, 1, 1),
+        (dy.double() * xhat).sum((0, 2, 3)),
+        dy.double().sum((0, 2, 3)),
+    ]
+    for leaf, e in zip(leaves, expected, strict=True):
+        assert_near(leaf.grad, e, 100.0)

@@ -52,6 +52,19 @@ def test_variance_beside_any_mean(mean, shape, device):
     assert abs(var / double(x).var(correction=0) - 1) < 1e-5 + 2**-51 * mean**2
 
 
+@over_shapes
+@pytest.mark.parametrize("mean", [1e3, -1e5, 1e6])
+def test_a_float64_variance_beside_any_mean(mean, shape, device):
+    """What docs/how-it-works.md says of it."""
+    x = (mean + normal(shape)).to(device)
+    y, _, var = train_step(x)
+    exact_var, exact_mean = torch.var_mean(x, correction=0)
+    error = 2.0**-53 * mean**2
+    assert abs(var / exact_var - 1) < 8 * error
+    exact_y = (x - exact_mean) / (exact_var + 1e-5).sqrt()
+    assert (y - exact_y).abs().max() < 8 * 5 * error  # no value is 5 deviations away
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mean", [0.0, 1e3, -(2.0**17)])
 def test_gradients_beside_any_mean(mean, layout, device):

@@ -42,7 +42,7 @@ def arguments(op):
         | {"dweight": torch.full((C,), torch.nan), "dbias": torch.full((C,), torch.nan)},
         "backward_input": {"dy": x * 2, "x": x, "weight": torch.ones(C), "moments": moments}
         | {"sums_dy": torch.ones(2 * C), "dx": poisoned["dx"]},
-        "check": {"x": x, **vectors, "momentum": 0.1},
+        "check": {"x": x, **vectors, **options},
     }
     return every[op]
 
@@ -197,4 +197,4 @@ def test_cuda_ops_need_a_workspace(op):
 def test_more_channels_than_fit():
     x = torch.zeros(1).expand(1, 2**31)
     with pytest.raises(ValueError, match=r"x with fewer than 2\^31 channels, got 2147483648"):
-        _C.check(x, None, None, None, None, None, 0.1)
+        _C.check(x, None, None, None, None, None, 0.1, 1e-5)

@@ -280,7 +280,7 @@ def test_reference_is_batch_norm(layout, momentum, affine, device):
 
 
 def is_dense(x):
-    return _C.check(x, None, None, None, None, None, 0.1)
+    return _C.check(x, None, None, None, None, None, 0.1, 1e-5)
 
 
 def test_dense_means_without_gaps_or_overlaps(device):

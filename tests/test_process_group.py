@@ -2,6 +2,7 @@
 
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -381,3 +382,22 @@ def test_four_ranks_and_groups_of_them():
             assert_ranks_agree(members)
             for actual, expected in zip(members, whole, strict=True):
                 assert_part(actual, expected)
+
+
+def _backward_after_the_end_of_the_group():
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    x = torch.randn(4, 3, requires_grad=True)
+    y = batchnorm2d_sync(x, None, None, None, None, group)
+    if dist.get_rank() == 1:
+        return None
+    try:
+        with mock.patch.object(dist, "is_initialized", return_value=False):
+            y.sum().backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_a_collective_that_fails_when_the_default_group_is_gone():
+    error, _ = run_ranks(2, _backward_after_the_end_of_the_group, backend="gloo")
+    assert error.startswith("RuntimeError: all_reduce of 6 values over process group")
+    assert "failed on rank 0" in error

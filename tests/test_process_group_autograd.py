@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import syncbn
 from distributed import rank_device, run_ranks
-from helpers import assert_near, vector
+from helpers import assert_near, batch, vector
 from syncbn.functional import batchnorm2d_sync
 from whole_batch import parts, rows, unrows
 
@@ -166,3 +166,60 @@ def test_a_rank_whose_loss_is_zero_gets_its_share_of_the_gradient():
     ):
         assert_near(actual, expected)
         assert actual.abs().max() > 0
+
+
+def _gradients_of_the_weights_gradient(xs, weight):
+    """Only rank 0 asks for the gradient of its x."""
+    rank = dist.get_rank()
+    x = xs[rank].detach().requires_grad_(rank == 0)
+    weight = weight.detach().requires_grad_()
+    y = batchnorm2d_sync(x, weight, None, None, None)
+    (dweight,) = torch.autograd.grad(y.pow(3).sum(), weight, create_graph=True)
+    dweight.sin().sum().backward()
+    return x.grad, weight.grad
+
+
+def test_double_backward_where_one_rank_needs_no_gradient_of_x():
+    """The other one waits for it all the same."""
+    xs, _ = parts([(3, 5, 2, 2), (2, 5, 2, 2)])
+    weight = vector(5)
+    (dx, first), (nothing, second) = run_ranks(2, _gradients_of_the_weights_gradient, xs, weight)
+    assert nothing is None
+    leaves = [x.clone().requires_grad_() for x in xs]
+    weight = weight.requires_grad_()
+    y = nn.functional.batch_norm(torch.cat(leaves), None, None, weight, None, True)
+    # Each rank's gradient of the weight is its addend of the whole one.
+    addends = [
+        torch.autograd.grad(part.pow(3).sum(), weight, create_graph=True)[0]
+        for part in y.split([3, 2])
+    ]
+    sum(d.sin().sum() for d in addends).backward()
+    assert_near(dx, leaves[0].grad, 1e3)
+    assert_near(first + second, weight.grad, 1e3)
+
+
+def _empty_everywhere(x, weight):
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    y = batchnorm2d_sync(x, weight, None, None, None)
+    gradients = torch.autograd.grad(y.square().sum(), (x, weight), create_graph=True)
+    sum(g.sum() for g in gradients).backward()
+    return weight.grad
+
+
+def test_double_backward_of_no_values_at_all():
+    for dweight in run_ranks(2, _empty_everywhere, torch.zeros(0, 5, 2), vector(5)):
+        assert dweight.tolist() == [0] * 5
+
+
+def _a_batch_of_gradients(x):
+    x = x.requires_grad_()
+    y = batchnorm2d_sync(x, None, None, None, None)
+    try:
+        torch.autograd.grad(y, x, torch.ones(2, *x.shape).to(x), is_grads_batched=True)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_batch_of_gradients_is_refused():
+    for error in run_ranks(2, _a_batch_of_gradients, batch((4, 3))):
+        assert error.startswith("batchnorm2d_sync: expected one gradient at a time with several")

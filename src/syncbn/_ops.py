@@ -181,7 +181,7 @@ def _own_workspace(x: Tensor) -> Tensor | None:
 
 
 def _dense(x: Tensor) -> Tensor:
-    dense = _C.check(x, None, None, None, None, None, 0.0)
+    dense = _C.check(x, None, None, None, None, None, 0.0, 0.0)
     return x if dense else empty_like(x).copy_(x)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, empty_like, float64, is_grad_enabled
 from torch._C import _are_functorch_transforms_active as functorch_active
 from torch._C import _len_torch_dispatch_stack
+from torch._C._functorch import is_legacy_batchedtensor as is_batched
 from torch.autograd import profiler
 from torch.compiler import is_compiling
 
@@ -99,7 +101,7 @@ def batchnorm2d_sync(
         watched = profiler._is_profiler_enabled or _len_torch_dispatch_stack()
         ops = torch.ops.syncbn if watched else KERNELS
         check = KERNELS.check
-    ready = check(x, weight, bias, running_mean, running_var, num_batches_tracked, momentum)
+    ready = check(x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps)
     if not training:
         # F.batch_norm takes local statistics only where it is told that it trains, and on CUDA it
         # has no backward for a bias without a weight.
@@ -112,7 +114,10 @@ def batchnorm2d_sync(
             running_mean, running_var, weight, bias = (
                 None if v is None else v.to(wide) for v in vectors
             )
-        return F.batch_norm(x, running_mean, running_var, weight, bias, local, 0.0, eps)
+        out = F.batch_norm(x, running_mean, running_var, weight, bias, local, 0.0, eps)
+        if out.requires_grad and not (is_compiling() or functorch_active()):
+            out.register_hook(partial(_in_layout, out.stride()))
+        return out
     if ops is REFERENCE and functorch_active():
         raise RuntimeError(
             "batchnorm2d_sync: expected no transform of torch.func (vmap, grad, ...) in training, "
@@ -125,7 +130,7 @@ def batchnorm2d_sync(
                 "expected more than 1 value per channel when training, "
                 f"got x of shape {list(x.shape)}"
             )
-    elif not plain:
+    elif not plain and not is_compiling():
         raise TypeError(
             f"batchnorm2d_sync: expected x to be a plain torch.Tensor, got {type(x).__name__}, "
             "whose statistics cannot be exchanged; pass its local part"
@@ -145,6 +150,14 @@ def batchnorm2d_sync(
     else:
         y = _BatchNorm.apply(x, weight, bias, (ops, exchange, rest))
     return y
+
+
+def _in_layout(strides: tuple[int, ...], dy: Tensor) -> Tensor:
+    """``dy`` with these strides. PyTorch's backward on the CPU reads others wrongly where x has
+    dimensions of size 1."""
+    if dy.stride() == strides or is_batched(dy):
+        return dy
+    return torch.empty_strided(dy.shape, strides, dtype=dy.dtype, device=dy.device).copy_(dy)
 
 
 def fit_batch_norm(x: Tensor, *vectors: Tensor | None) -> bool:
@@ -172,7 +185,7 @@ class _BatchNorm(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         ops, exchange, moments, bias, eps = ctx.rest
         needs = ctx.needs_input_grad
-        if is_grad_enabled():
+        if is_grad_enabled() or (not is_compiling() and is_batched(dy)):
             return _differentiable(dy, x, weight, bias, moments, eps, needs, exchange)
         need_dx, need_dweight, need_dbias, _ = needs
         if ops is KERNELS:
@@ -214,7 +227,7 @@ class _BatchNormInGroup(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         exchange, moments, bias, eps = ctx.rest
         needs = ctx.needs_input_grad
-        if is_grad_enabled():
+        if is_grad_enabled() or is_batched(dy):
             return _differentiable(dy, x, weight, bias, moments, eps, needs, exchange)
         need_dx, need_dweight, need_dbias, _ = needs
         x, dy = alike(x, dy)
@@ -269,7 +282,7 @@ class _BatchNormAlone(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         moments, bias, eps = ctx.rest
         needs = ctx.needs_input_grad
-        if is_grad_enabled():
+        if is_grad_enabled() or is_batched(dy):
             moments = moments[: 2 * x.shape[1] + 1]
             return _differentiable(dy, x, weight, bias, moments, eps, needs, LOCAL)
         need_dx, need_dweight, need_dbias, _ = needs
@@ -298,10 +311,16 @@ def _differentiable(
     needs: tuple[bool, ...],
     exchange: Exchange,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients where create_graph=True, in PyTorch's own operations."""
-    gradients = reference.backward(
-        dy, x, weight, moments, eps, lambda v: _AllReduce.apply(v, exchange)
-    )
+    """The gradients in PyTorch's own operations: create_graph=True, or a batch of gradients."""
+
+    def all_reduce(values: Tensor) -> Tensor:
+        if exchange.size > 1 and is_grad_enabled() and not values.requires_grad:
+            # Others may differentiate their values again, and then wait for this participant.
+            values.requires_grad_()
+        reduced: Tensor = _AllReduce.apply(values, exchange)
+        return reduced
+
+    gradients = reference.backward(dy, x, weight, moments, eps, all_reduce)
     likes: tuple[Any, ...] = x, weight, bias
     return *(
         g.to(like.dtype) if need else None
@@ -318,6 +337,12 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, exchange: Exchange) -> Tensor:
+        if is_batched(values) and exchange.size > 1:
+            raise RuntimeError(
+                "batchnorm2d_sync: expected one gradient at a time with several participants, got "
+                "a batch of them (is_grads_batched=True, or vectorize=True of "
+                "torch.autograd.functional)"
+            )
         ctx.exchange = exchange
         return exchange.all_reduce(values.clone())
 

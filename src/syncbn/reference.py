@@ -50,6 +50,7 @@ def check(
     running_var: Tensor | None,
     num_batches_tracked: Tensor | None,
     momentum: float | None,
+    eps: float,
 ) -> bool:
     """Raises what would make an op fail, before any participant communicates.
 
@@ -88,6 +89,11 @@ def check(
             "batchnorm2d_sync: expected num_batches_tracked of dtype int64, "
             f"got {num_batches_tracked.dtype}"
         )
+    if momentum is not None:
+        _check_number("momentum", momentum)
+    _check_number("eps", eps)
+    if not eps >= 0:
+        raise ValueError(f"batchnorm2d_sync: expected eps of 0 or more, got {eps}")
     return True
 
 
@@ -99,6 +105,14 @@ def _wrong_dtype(name: str, v: Tensor) -> TypeError:
         f"batchnorm2d_sync: expected {name} of dtype float32, float16, bfloat16 or float64, "
         f"got {v.dtype}"
     )
+
+
+def _check_number(name: str, value: object) -> None:
+    # Compilers know only the first question.
+    if not isinstance(value, int | float) and not hasattr(value, "__float__"):
+        raise TypeError(
+            f"batchnorm2d_sync: expected {name} to be a number, got {type(value).__name__}"
+        )
 
 
 def statistics(x: Tensor, sums: Tensor, workspace: Tensor | None = None) -> None:
@@ -214,7 +228,7 @@ def backward(
     constant here; ``all_reduce`` is differentiable and sums over the participants. Two collectives.
     """
     channels = x.shape[1]
-    origin, n = moments[:channels], moments[-1]
+    origin, n = moments[:channels], moments[-1].clamp(min=1)
     d = _acc(x) - _per_channel(origin, x)
     shift, spread = (
         all_reduce(torch.cat([d.sum(_dims(x)), d.square().sum(_dims(x))])) / n.to(d)
@@ -246,6 +260,17 @@ def backward_normalize(
 
     They can be differentiated again: ``y`` is computed once more, for autograd.
     """
+    create_graph = torch.is_grad_enabled()  # else for a batch of gradients
+    with torch.enable_grad():
+        y, inputs = _normalized(x, weight, sums, eps)
+    dx, dsums, *rest = torch.autograd.grad(y, inputs, _acc(dy), create_graph=create_graph)
+    return dx, rest[0] if rest else None, dsums
+
+
+def _normalized(
+    x: Tensor, weight: Tensor | None, sums: Tensor, eps: float
+) -> tuple[Tensor, list[Tensor]]:
+    """``y`` without the bias, and the aliases of ``x``, ``sums`` and ``weight`` that it is of."""
     # Aliases: the gradient of x must not run on through sums, which also come from x.
     x, sums = x.view_as(x), sums.view_as(sums)
     inputs = [t if t.requires_grad else t.detach().requires_grad_() for t in (x, sums)]
@@ -263,8 +288,7 @@ def backward_normalize(
         weight = weight if weight.requires_grad else weight.requires_grad_()
         inputs.append(weight)
         y = y * _per_channel(weight, x)
-    dx, dsums, *rest = torch.autograd.grad(y, inputs, _acc(dy), create_graph=True)
-    return dx, rest[0] if rest else None, dsums
+    return y, inputs
 
 
 def sum_per_channel(v: Tensor, dtype: torch.dtype) -> Tensor:
@@ -279,4 +303,4 @@ def _xhat(x: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
 def _move(running: Tensor, value: Tensor, factor: Tensor, where: Tensor) -> None:
     """Moves a running statistic by ``factor`` towards ``value``, where ``where`` holds."""
     old = running.to(value)
-    running.copy_(torch.where(where, old + factor * (value - old), old))
+    running.copy_(torch.where(where, (1 - factor) * old + factor * value, old))

@@ -48,10 +48,11 @@ class ProcessGroupExchange(Exchange):
             if work is not None:
                 work.wait()
         except Exception as error:
+            rank = dist.get_rank() if dist.is_initialized() else self.group.rank()
             raise RuntimeError(
-                f"all_reduce of {values.numel()} values over {self} failed on rank "
-                f"{dist.get_rank()}. Every rank of the group must run the same synchronized layers "
-                f"in the same order, forward and backward. The backend says: {error}"
+                f"all_reduce of {values.numel()} values over {self} failed on rank {rank}. Every "
+                "rank of the group must run the same synchronized layers in the same order, "
+                f"forward and backward. The backend says: {error}"
             ) from error
         return values
 
