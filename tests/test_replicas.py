@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
 import syncbn
 from helpers import assert_near, assert_same_bits, batch, vector
@@ -148,6 +149,47 @@ class Two(syncbn.sync.Exchange):
 
     def all_reduce(self, values):
         return values
+
+
+def _pruned(layer, name):
+    prune.custom_from_mask(layer, name, torch.tensor([1.0, 0.0, 1.0]))
+
+
+def _parametrized(layer, name):
+    parametrize.register_parametrization(layer, name, nn.Softplus())
+
+
+def _attribute(layer, name):
+    value = getattr(layer, name).detach().clone()
+    delattr(layer, name)
+    setattr(layer, name, value)
+
+
+@pytest.mark.parametrize("names", [["weight"], ["bias"], ["weight", "bias"]], ids=str)
+@pytest.mark.parametrize("change", [_pruned, _parametrized, _attribute])
+def test_layers_whose_parameters_are_elsewhere(change, names):
+    xs = batch((7, 3, 2, 2)).split([4, 3])
+    stock, model = (nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3)).double() for _ in "12")
+    for name in names:
+        change(stock[1], name)
+        change(model[1], name)
+    syncbn.convert_model(model)
+    for _ in range(2):
+        assert_near(torch.cat(data_parallel(model, xs)), stock(torch.cat(xs)), 10.0)
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = syncbn.ModelDataParallel(syncbn.BatchNorm2d(3).double(), ["cpu"] * 2)
+
+    def forward(self, x):
+        return torch.cat(self.inner(syncbn.scatter(x, self.inner.devices)))
+
+
+def test_replicas_inside_of_replicas_are_refused():
+    with pytest.raises(RuntimeError, match="expected replicas of one model, got replicas inside"):
+        data_parallel(Nested(), batch((8, 3, 2, 2)).split(4))
 
 
 def test_replicas_and_a_process_group_are_not_mixed():

@@ -1,5 +1,7 @@
 """Replicas in threads and autograd: partial losses, checkpointing, second derivatives."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -151,3 +153,41 @@ def test_second_derivatives_pass_gradgradcheck():
 
     assert torch.autograd.gradcheck(run, xs)
     assert torch.autograd.gradgradcheck(run, xs)
+
+
+def test_concurrent_backward_passes_do_not_mix():
+    xs, dys = parts([(2, 5, 4, 3)] * 2)
+    _, others = parts([(2, 5, 4, 3)] * 2, seed=7)
+    layer = syncbn.BatchNorm2d(5, dtype=torch.float64)
+    leaves = [x.clone().requires_grad_() for x in xs]
+    ys = data_parallel(layer, leaves)
+    both = threading.Barrier(2)
+    for y in ys:
+        y.register_hook(lambda dy: (both.wait(30), None)[1])  # the passes go in step
+    gradients = {}
+
+    def differentiate(name, dys):
+        gradients[name] = torch.autograd.grad(ys, leaves, dys, retain_graph=True)
+
+    passes = {"one": dys, "other": others}
+    threads = [threading.Thread(target=differentiate, args=item) for item in passes.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for name, dys in passes.items():
+        for dx, e in zip(gradients[name], run_whole(xs, dys), strict=True):
+            assert_near(dx, e["dx"], e["sizes"]["dx"])
+
+
+def test_gradients_that_arrive_as_copies_are_an_error():
+    """Not 0 in place of a dy that was lost on its way."""
+    xs, _ = parts([(2, 5, 4, 3)] * 2)
+    layer = syncbn.BatchNorm2d(5, dtype=torch.float64)
+    y, _ = data_parallel(layer, [x.clone().requires_grad_() for x in xs])
+    links = [edge for edge, _ in y.grad_fn.next_functions if "Join" in type(edge).__name__]
+    links[0].register_prehook(
+        lambda gradients: tuple(g if g is None else g.clone() for g in gradients)
+    )
+    with pytest.raises(RuntimeError, match="expected autograd's own engine under replicas"):
+        y.sum().backward()

@@ -4,13 +4,14 @@
      └───────────────────────────┘
 
 Forward, only [2C + 1] sums pass the join; the replicas' threads wait for each other there.
-Backward, nothing waits: normalize reduces dy to [2C] sums and leaves dy for the statistics node of
-its own replica, join adds the sums up, and statistics computes dx. Where the loss does not use a
-replica's y, normalize does not run, and dy is 0.
+Backward, nothing waits: normalize reduces dy to [2C] sums, which carry dy as an attribute, join
+adds the sums up, and statistics computes dx. Where the loss does not use a replica's y, normalize
+does not run, and dy is 0.
 
 Two tensors go from node to node: the sums, and a link without values, whose gradient is what is
-said above. With ``create_graph=True`` the nodes instead give the gradients of what they compute, in
-PyTorch's own operations and by way of the sums, so that all of it can be differentiated again.
+said above. With ``create_graph=True``, or for a batch of gradients, the nodes instead give the
+gradients of what they compute, in PyTorch's own operations and by way of the sums, so that all of
+it can be differentiated again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor as is_batched
 
 from .. import reference
 from .._function import direct
@@ -49,14 +51,12 @@ class Addend:
 class _Call:
     """What the two nodes of one call share."""
 
-    __slots__ = ("dy", "graph_task", "moments", "ops", "weight")
+    __slots__ = ("moments", "ops", "weight")
 
     def __init__(self, ops: Ops, weight: Tensor | None) -> None:
         self.ops = ops
         self.weight = weight  # no input of the statistics, which need it for dx alone
         self.moments: Tensor | None = None
-        self.dy: Tensor | None = None
-        self.graph_task = -1  # the backward pass that dy is of
 
 
 def batch_norm(
@@ -95,9 +95,12 @@ class _Statistics(torch.autograd.Function):
         call: _Call = ctx.call
         dx = None if dsums is None else reference.backward_statistics(dsums, x)
         if sums_dy is not None:
-            dy, call.dy = call.dy, None
-            if dy is None or call.graph_task != torch._C._current_graph_task_id():
-                dy = torch.zeros_like(x)
+            if not hasattr(sums_dy, "dy"):
+                raise RuntimeError(
+                    "expected autograd's own engine under replicas, got one that copies gradients "
+                    "on their way (compiled autograd)"
+                )
+            dy = torch.zeros_like(x) if sums_dy.dy is None else sums_dy.dy
             if call.ops is KERNELS:
                 x, dy = alike(x, dy)
             assert call.moments is not None
@@ -129,8 +132,8 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, sums = ctx.saved_tensors
         call: _Call = ctx.call
-        need_dx, need_dweight, need_dbias, _, need_sums, *_ = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # create_graph=True
+        need_dx, need_dweight, need_dbias, *_ = ctx.needs_input_grad
+        if torch.is_grad_enabled() or is_batched(dy):
             dx, dweight, dsums = reference.backward_normalize(dy, x, weight, sums, ctx.eps)
             dbias = reference.sum_per_channel(dy, ctx.bias.dtype) if need_dbias else None
             return dx, dweight, dbias, dsums, None, None, None
@@ -144,8 +147,7 @@ class _Normalize(torch.autograd.Function):
             weight if need_dweight else None,
             ctx.bias if need_dbias else None,
         )
-        if need_sums and need_dx:
-            call.dy, call.graph_task = dy, torch._C._current_graph_task_id()
+        sums_dy.dy = dy if need_dx else None  # type: ignore[attr-defined]
         return None, dweight, dbias, None, sums_dy, None, None
 
 
@@ -172,7 +174,21 @@ class _Join(torch.autograd.Function):
                 _copy(total, *place) if needed and total is not None else None
                 for place, needed in zip(places, ctx.needs_input_grad[1:][half], strict=True)
             ]
+        for i, sums_dy in enumerate(gradients[n:], start=n + 1):
+            result = results[i]
+            if result is not None:
+                results[i] = _carrying(sums_dy, result)
         return tuple(results)
+
+
+def _carrying(sums_dy: Tensor | None, total: Tensor) -> Tensor:
+    """``total`` as a tensor of its own, with the dy that came with ``sums_dy``."""
+    total = total.detach()
+    if sums_dy is None:
+        total.dy = None  # type: ignore[attr-defined]
+    elif hasattr(sums_dy, "dy"):
+        total.dy = sums_dy.dy  # type: ignore[attr-defined]
+    return total
 
 
 _apply_statistics = direct(_Statistics)

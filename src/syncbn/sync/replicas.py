@@ -45,6 +45,7 @@ class Replica(Exchange):
         self.index = index
         self.group = group
         self._original = id(original)
+        self._parameters = tuple(original._parameters)  # their names
         self._calls = 0
         self._kept: tuple[Tensor, bool] | None = None  # the last sums, and whether grad mode was on
 
@@ -94,6 +95,8 @@ class Replica(Exchange):
         from . import exchange_for
 
         exchange = exchange_for(self.group)
+        if isinstance(exchange, Replica):
+            raise RuntimeError("expected replicas of one model, got replicas inside of replicas")
         if exchange.size > 1:
             raise RuntimeError(
                 "replicas in threads and a process group cannot share one mini-batch: expected one "
@@ -163,9 +166,6 @@ def _is_complete(replica: nn.Module, place: Replica) -> bool:
 
     Its last act is to give each replica what stands for the original's parameters, None included.
     """
-    if place.rendezvous.started:
-        return True
-    members, parameters = replica.__dict__, replica._parameters
-    return (
-        "weight" in members or "weight" in parameters or "bias" in members or "bias" in parameters
+    return place.rendezvous.started or any(
+        name in replica.__dict__ or name in replica._parameters for name in place._parameters
     )
