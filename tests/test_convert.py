@@ -221,6 +221,70 @@ def test_parametrized_layers(first):
     assert_near(layer(x), expected.double())
 
 
+def test_parametrized_layers_are_copied_with_their_group():
+    layer = nn.BatchNorm2d(3)
+    parametrize.register_parametrization(layer, "weight", Square())
+    group = syncbn.sync.Local()
+    syncbn.convert_model(layer, group)
+    copied = copy.deepcopy(layer)
+    assert copied.process_group is group
+    assert copied.parametrizations.weight.original is not layer.parametrizations.weight.original
+    x = batch((4, 3, 5, 5), torch.float32)
+    assert_near(copied(x), layer(x).double())
+
+
+@pytest.mark.parametrize("order", ["pc", "cp", "pcp", "cpp"])
+def test_parametrized_layers_go_back(order):
+    """p: parametrize weight, then bias; c: convert; and at the end revert."""
+    layer, stock = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+    names = iter(["weight", "bias"])
+    for act in order:
+        if act == "c":
+            converts_silently(layer)
+        else:
+            name = next(names)
+            for m in layer, stock:
+                parametrize.register_parametrization(m, name, Square())
+    assert isinstance(layer, syncbn.BatchNorm2d)
+    syncbn.revert_model(layer)
+    assert not isinstance(layer, syncbn.BatchNorm2d)
+    x = batch((4, 3, 5, 5), torch.float32)
+    for m in layer, copy.deepcopy(layer):
+        assert_near(m(x), stock(x).double())
+    parametrize.remove_parametrizations(layer, "weight")
+    if order.count("p") == 2:
+        parametrize.remove_parametrizations(layer, "bias")
+    assert type(layer) is nn.BatchNorm2d
+
+
+class ZeroWeight(nn.BatchNorm2d):
+    """Starts as a residual branch does."""
+
+    def reset_parameters(self):
+        super().reset_parameters()
+        nn.init.zeros_(self.weight)
+
+    def extra_repr(self):
+        return "zero, " + super().extra_repr()
+
+    def _forward(self, x):
+        return "the user's"
+
+
+def test_methods_of_a_subclass_come_before_ours():
+    layer = ZeroWeight(3)
+    text = repr(layer)
+    converts_silently(layer)
+    with torch.no_grad():
+        layer.weight.fill_(1)
+    layer.reset_parameters()
+    assert layer.weight.tolist() == [0, 0, 0]
+    assert repr(layer) == text
+    assert layer._forward(None) == "the user's"
+    assert not layer(batch((4, 3, 5, 5), torch.float32)).any()
+    assert int(layer.num_batches_tracked) == 1
+
+
 def test_pruned_layers():
     """Pruning moves the parameter to weight_orig and leaves a plain tensor as weight."""
     layer, stock = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
@@ -231,6 +295,13 @@ def test_pruned_layers():
     y = converts_silently(layer)(x)
     assert (y[:, 0] == 0).all()
     assert_near(y, stock(x).double())
+
+
+class NotBatchNorm2d(nn.Module):
+    """As torchvision's FrozenBatchNorm2d: the name contains that of another."""
+
+    def forward(self, x):
+        return x + 1
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -248,7 +319,7 @@ def test_torchscript_is_refused_and_nothing_is_changed(compile):
     assert type(model[0]) is nn.BatchNorm2d
     with pytest.raises(TypeError, match="TorchScript module 'at the root'"):
         syncbn.convert_model(compiled(nn.BatchNorm2d(3)))
-    without = nn.Sequential(nn.BatchNorm2d(3), compiled(nn.Conv2d(3, 3, 1)))
+    without = nn.Sequential(nn.BatchNorm2d(3), compiled(NotBatchNorm2d()))
     assert type(converts_silently(without)[0]) is syncbn.BatchNorm2d
 
 

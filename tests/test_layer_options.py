@@ -172,6 +172,24 @@ def test_lazy_layers_without_options_are_torchs(options):
             torch.testing.assert_close(a, b, msg=name)
 
 
+@pytest.mark.parametrize("convert", ["before", "after", "never"])
+def test_lazy_layers_keep_what_was_loaded(convert):
+    trained = nn.BatchNorm2d(5)
+    for i, v in enumerate([*trained.parameters(), *trained.buffers()], start=2):
+        v.data.fill_(i)
+    layer = syncbn.LazyBatchNorm2d() if convert == "never" else nn.LazyBatchNorm2d()
+    if convert == "before":
+        syncbn.convert_model(layer)
+    layer.load_state_dict(trained.state_dict())
+    if convert == "after":
+        syncbn.convert_model(layer)
+    x = batch((4, 5, 3, 2), torch.float32)
+    assert_same_bits(layer.eval()(input=x), trained.eval()(x))
+    assert layer.num_features == 5
+    for name, v in trained.state_dict().items():
+        assert_same_bits(layer.state_dict()[name], v)
+
+
 @pytest.mark.parametrize(
     "cast",
     [

@@ -74,23 +74,22 @@ def test_is_a_kind_of_the_stock_class(kind):
     assert isinstance(ours(3), nn.modules.batchnorm._BatchNorm)
 
 
+def positional(cls):
+    parameters = inspect.signature(cls).parameters.values()
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
 def test_arguments_are_those_of_the_stock_class_and_a_group():
-    names = list(inspect.signature(syncbn.BatchNorm2d).parameters)
-    assert names[:6] == [
-        "num_features",
-        "eps",
-        "momentum",
-        "affine",
-        "track_running_stats",
-        "process_group",
-    ]
+    names = positional(syncbn.SyncBatchNorm)
+    assert names == positional(nn.SyncBatchNorm)
+    assert names == positional(syncbn.BatchNorm2d)
     layer, stock = syncbn.BatchNorm2d(3), nn.BatchNorm2d(3)
     for name in names[:5]:
         assert getattr(layer, name) == getattr(stock, name)
     assert layer.process_group is None
     assert layer.sync
     assert not layer.frozen
-    layer = syncbn.BatchNorm2d(3, device="meta", dtype=torch.float16)
+    layer = syncbn.BatchNorm2d(3, 1e-5, 0.1, True, True, None, "meta", torch.float16)
     assert layer.weight.is_meta
     assert layer.running_var.dtype == torch.float16
 
@@ -287,3 +286,58 @@ def test_reset_running_stats_and_casts(device):
     layer.reset_running_stats()
     assert layer.num_batches_tracked == 0
     assert (layer.running_var == 1).all()
+
+
+def test_the_input_may_be_named(device):
+    layer = syncbn.BatchNorm1d(3, device=device)
+    x = batch((4, 3), torch.float32, device=device)
+    assert_same_bits(layer(input=x), copy.deepcopy(layer)(x))
+
+
+def test_a_shallow_copy_shares_the_group():
+    layer = syncbn.BatchNorm2d(3, process_group=NoExchange())
+    copied = copy.copy(layer)
+    assert copied.process_group is layer.process_group
+    assert copied.weight is layer.weight
+    copied.process_group = None
+    assert isinstance(layer.process_group, NoExchange)
+
+
+def _parametrized(layer):
+    nn.utils.parametrize.register_parametrization(layer, "running_var", nn.Softplus())
+
+
+def _as_attributes(layer):
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        value = getattr(layer, name)
+        delattr(layer, name)
+        setattr(layer, name, value)
+
+
+def _without_a_count(layer):
+    del layer.num_batches_tracked
+
+
+def _without_any(layer):
+    layer.track_running_stats = False
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        delattr(layer, name)
+    layer.running_mean = layer.running_var = None
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("change", [_parametrized, _as_attributes, _without_a_count, _without_any])
+def test_statistics_that_are_not_buffers(change, frozen):
+    layer, stock = syncbn.BatchNorm2d(3), nn.BatchNorm2d(3)
+    for m in layer, stock:
+        m.running_mean.copy_(vector(3))
+        change(m)
+        m.eval()
+    layer.frozen = frozen and change is not _without_any
+    x = batch((4, 3, 5, 6), torch.float32)
+    assert_near(layer(x), stock(x).double())
+
+
+def test_skip_init():
+    layer = nn.utils.skip_init(syncbn.BatchNorm2d, 3, dtype=torch.float64)
+    assert layer.running_mean.dtype is torch.float64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
 from . import modules
-from ._options import INITIALIZERS
+from ._options import INITIALIZERS, Options
 from .sync import Exchange
 
 __all__ = ["convert_model", "revert_model"]
@@ -30,6 +31,7 @@ _SYNCHRONIZED: dict[type[nn.Module], type[modules.Synchronized]] = {
     nn.SyncBatchNorm: modules.SyncBatchNorm,
 }
 _STOCK: dict[type[nn.Module], type[nn.Module]] = {v: k for k, v in _SYNCHRONIZED.items()}
+_NAMES = frozenset(c.__name__ for c in _SYNCHRONIZED)
 
 
 def convert_model(module: _M, process_group: dist.ProcessGroup | Exchange | None = None) -> _M:
@@ -62,7 +64,7 @@ def convert_model(module: _M, process_group: dist.ProcessGroup | Exchange | None
     found: list[tuple[nn.Module, type[modules.Synchronized]]] = []
     for name, m in module.named_modules():
         if isinstance(m, torch.jit.ScriptModule):
-            if "BatchNorm" in m.original_name:
+            if m.original_name in _NAMES:
                 raise TypeError(
                     "convert_model: expected modules, got the TorchScript module "
                     f"{name or 'at the root'!r}; convert the model before torch.jit.script"
@@ -71,8 +73,7 @@ def convert_model(module: _M, process_group: dist.ProcessGroup | Exchange | None
             found.append((m, type(m)))
         elif isinstance(m, _BatchNorm):
             if _has_stock_forward(m):
-                parametrized = parametrize.is_parametrized(m)
-                found.append((m, (_rebased if parametrized else _synchronized)(type(m))))
+                found.append((m, _synchronized_class(m)))
             else:
                 left_alone[type(m).__qualname__] = None
     # Nothing above changed anything: an error leaves the model as it was.
@@ -106,13 +107,13 @@ def revert_model(module: _M) -> _M:
         ValueError: a layer's ``channel_axis`` is not 1, the only one that PyTorch's layers know.
     """
     for name, m in module.named_modules():
-        if getattr(m, "channel_axis", 1) != 1 and type(m) in _STOCK:
+        if getattr(m, "channel_axis", 1) != 1 and _stock_class(m) is not None:
             raise ValueError(
                 f"revert_model: expected channel_axis=1, got {m.channel_axis} in {name or type(m)}"
             )
     for m in module.modules():
         # A class that a user derived from one of ours has no PyTorch class to go back to.
-        stock = _STOCK.get(type(m))
+        stock = _stock_class(m)
         if stock is not None:
             group = m.__dict__.pop("process_group", None)
             for name in ("sync", "frozen", "channel_axis", "keep_fp32", *INITIALIZERS):
@@ -129,6 +130,23 @@ def _has_stock_forward(m: nn.Module) -> bool:
     return type(m).forward is stock.forward and "forward" not in m.__dict__
 
 
+def _synchronized_class(m: nn.Module) -> type[modules.Synchronized]:
+    """The synchronized class for a module whose forward is the stock one."""
+    cls = type(m)
+    if parametrize.is_parametrized(m):
+        return _rebased(cls, _synchronized(cls.__bases__[0]))
+    return _synchronized(cls)
+
+
+def _stock_class(m: nn.Module) -> type[nn.Module] | None:
+    """PyTorch's class, or the user's, for a synchronized module; None for others."""
+    cls = type(m)
+    if isinstance(m, modules.Synchronized) and parametrize.is_parametrized(m):
+        stock = _STOCK.get(cls.__bases__[0])
+        return None if stock is None else _rebased(cls, stock)
+    return _STOCK.get(cls)
+
+
 def _synchronized(cls: type[nn.Module]) -> type[modules.Synchronized]:
     """The synchronized class for a BatchNorm class whose forward is the stock one."""
     if cls not in _SYNCHRONIZED:
@@ -136,19 +154,42 @@ def _synchronized(cls: type[nn.Module]) -> type[modules.Synchronized]:
         base = next(
             (_SYNCHRONIZED[c] for c in cls.__mro__ if c in _SYNCHRONIZED), modules.Synchronized
         )
-        namespace = {"__module__": cls.__module__, "__reduce_ex__": _reduce_converted}
+        namespace = _methods(cls)
+        namespace |= {"__module__": cls.__module__, "__reduce_ex__": _reduce_converted}
         _SYNCHRONIZED[cls] = type(cls.__name__, (base, cls), namespace)
         _STOCK[_SYNCHRONIZED[cls]] = cls
     return _SYNCHRONIZED[cls]
 
 
-def _rebased(cls: type[nn.Module]) -> type[modules.Synchronized]:
-    """The class of one parametrized module, with the synchronized class as its only base: the class
-    that ``remove_parametrizations`` gives back."""
-    members = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
-    rebased = type(cls.__name__, (_synchronized(cls.__bases__[0]),), members)
-    _STOCK[rebased] = cls
-    return rebased
+def _methods(cls: type[nn.Module]) -> dict[str, Any]:
+    """Methods of a user's class that ours would hide, ``reset_parameters`` for example."""
+    ours = {k for c in (Options, modules.Synchronized) for k, v in vars(c).items() if callable(v)}
+    methods: dict[str, Any] = {}
+    for c in cls.__mro__:
+        if c in _SYNCHRONIZED or c is _BatchNorm:
+            break
+        for name, value in vars(c).items():
+            if name in ours and callable(value) and not name.startswith("__"):
+                methods.setdefault(name, value)
+    return methods
+
+
+def _rebased(cls: type[nn.Module], base: type[_M]) -> type[_M]:
+    """The class of one parametrized module with another class as its only base: the class that
+    ``remove_parametrizations`` gives back."""
+    members = dict(vars(cls))
+    for name in ("__dict__", "__weakref__", "__deepcopy__"):
+        members.pop(name, None)
+    if not hasattr(base, "__deepcopy__"):
+        members["__deepcopy__"] = _deepcopy_parametrized  # they cannot be pickled
+    return type(cls.__name__, (base,), members)
+
+
+def _deepcopy_parametrized(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    copied: nn.Module = self.__class__.__new__(self.__class__)
+    memo[id(self)] = copied
+    copied.__dict__.update(deepcopy(self.__dict__, memo))
+    return copied
 
 
 def _reduce_converted(self: Any, protocol: int) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import Proxy
@@ -59,6 +60,8 @@ class Synchronized(Options):
         affine: bool = True,
         track_running_stats: bool = True,
         process_group: dist.ProcessGroup | Exchange | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
         *,
         center: bool = True,
         scale: bool = True,
@@ -81,6 +84,8 @@ class Synchronized(Options):
             track_running_stats: whether there are running statistics, [C] each.
             process_group: who shares the mini-batch: None for the default process group, looked up
                 at each forward; a ProcessGroup; or a ``syncbn.sync.Exchange``.
+            device: of parameters and running statistics.
+            dtype: of parameters and running statistics.
             center: False for no bias; True for one, if ``affine``.
             scale: False for no weight; True for one, if ``affine``.
             channel_axis: the dimension of the channels; -1 for [N, ..., C]. Dense inputs are not
@@ -94,13 +99,14 @@ class Synchronized(Options):
             bias_init: the same for the bias; None for zeros.
             running_mean_init: the same for the running mean; None for zeros.
             running_var_init: the same for the running variance; None for ones.
-            **kwargs: ``device`` and ``dtype`` of parameters and running statistics, and what else
-                the PyTorch class takes.
+            **kwargs: what else the PyTorch class takes.
 
         Raises:
             ValueError: ``use_global_stats`` without running statistics.
         """
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, **kwargs)
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device, dtype, **kwargs
+        )
         if process_group is not None:
             self.process_group = process_group
         self._set_options(
@@ -115,36 +121,36 @@ class Synchronized(Options):
             running_var_init=running_var_init,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalizes ``x``; in training by the statistics of all participants' ``x``.
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalizes ``input``; in training by the statistics of all participants' inputs.
 
         Args:
-            x: [N, C, ...] of as many dimensions as the class takes, or with the channels in
+            input: [N, C, ...] of as many dimensions as the class takes, or with the channels in
                 ``channel_axis``.
 
         Returns:
-            A tensor of the shape and dtype of ``x``.
+            A tensor of the shape and dtype of ``input``.
 
         Raises:
             ValueError: a wrong number of dimensions or channels; with a single participant in
                 training, one value per channel; ``frozen`` without running statistics.
             TypeError: a dtype other than the four.
-            RuntimeError: the exchange failed, or ``x`` is on CUDA and this build has no CUDA
+            RuntimeError: the exchange failed, or ``input`` is on CUDA and this build has no CUDA
                 kernels.
         """
-        if isinstance(x, Proxy):
+        if isinstance(input, Proxy):
             # torch.fx.symbolic_trace: a leaf of the graph, as PyTorch's own layers are.
-            path = x.tracer.path_of_module(self)
-            return x.tracer.create_proxy("call_module", path, (x,), {})
+            path = input.tracer.path_of_module(self)
+            return input.tracer.create_proxy("call_module", path, (input,), {})
         if type(self.process_group) is Replica:  # an isinstance of an ABC costs 0.3 us
             try:
-                return self._forward(x)
+                return self._synchronized_forward(input)
             except Exception as error:
                 self.process_group.fail(error)  # the other replicas wait
                 raise
-        return self._forward(x)
+        return self._synchronized_forward(input)
 
-    def _forward(self, x: Tensor) -> Tensor:
+    def _synchronized_forward(self, x: Tensor) -> Tensor:
         self._check_input_dim(x)
         axis = self.channel_axis
         if axis != 1:
@@ -157,13 +163,17 @@ class Synchronized(Options):
                 )
             trains = False
         # Straight from the dictionaries: attribute access of a module costs 0.6 us each. Replicas
-        # and parametrized modules keep their tensors elsewhere.
+        # and parametrized modules keep tensors elsewhere.
         parameters, buffers = self._parameters, self._buffers
         weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         if self.track_running_stats or not trains:
-            running_mean, running_var = buffers["running_mean"], buffers["running_var"]
-            num_batches_tracked = buffers["num_batches_tracked"]
+            try:
+                running_mean, running_var = buffers["running_mean"], buffers["running_var"]
+                num_batches_tracked = buffers["num_batches_tracked"]
+            except KeyError:  # parametrized, or attributes
+                running_mean, running_var = self.running_mean, self.running_var
+                num_batches_tracked = getattr(self, "num_batches_tracked", None)
         else:
             running_mean = running_var = num_batches_tracked = None
         if (
@@ -208,6 +218,11 @@ class Synchronized(Options):
             "torch.jit.script: expected no synchronized BatchNorm, got one; script "
             "syncbn.revert_model(copy.deepcopy(model).eval())"
         )
+
+    def __copy__(self) -> Synchronized:
+        copied = self.__class__.__new__(self.__class__)
+        copied.__dict__.update(self.__dict__)  # the process group too
+        return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Synchronized:
         # A process group cannot be copied: the copy belongs to the same one. The place of a replica
@@ -284,13 +299,15 @@ class _Lazy(Synchronized):
         if not any(map(is_lazy, self._tensors())) and self.num_features != 0:
             super().reset_parameters()
 
-    def initialize_parameters(self, x: Tensor) -> None:
+    def initialize_parameters(self, input: Tensor) -> None:
         """Takes the number of channels from the first input [N, C, ...]."""
         if self.num_features == 0:
-            self.num_features = channels_second(x, self.channel_axis).shape[1]
-            for v in filter(is_lazy, self._tensors()):
+            self.num_features = channels_second(input, self.channel_axis).shape[1]
+            missing = list(filter(is_lazy, self._tensors()))
+            for v in missing:
                 v.materialize((self.num_features,))
-            self.reset_parameters()
+            if missing:  # a state_dict may have brought them
+                self.reset_parameters()
 
 
 class LazyBatchNorm1d(_Lazy, nn.LazyBatchNorm1d):
