@@ -285,6 +285,40 @@ def test_methods_of_a_subclass_come_before_ours():
     assert int(layer.num_batches_tracked) == 1
 
 
+class LazyNamed(nn.LazyBatchNorm2d):
+    cls_to_become = Named
+
+
+class LazyActivated(nn.LazyBatchNorm2d):
+    cls_to_become = Activated
+
+
+def test_a_lazy_layer_becomes_the_subclass_that_it_names():
+    layer = LazyNamed()
+    layer.tag = "lazy"
+    converts_silently(layer)
+    x = batch((4, 3, 5, 5), torch.float32)
+    assert_near(layer(x), nn.BatchNorm2d(3)(x).double())
+    assert isinstance(layer, syncbn.BatchNorm2d)
+    assert layer.described() == "lazy 3"
+    assert type(syncbn.revert_model(layer)) is Named
+    with pytest.warns(UserWarning, match="LazyActivated"):
+        syncbn.convert_model(LazyActivated())
+
+
+class Synchronizing(nn.SyncBatchNorm):
+    pass
+
+
+def test_sync_off_in_a_subclass_of_torchs_synchronized_layer():
+    layer = converts_silently(Synchronizing(3))
+    layer.sync = False
+    x = batch((4, 3, 5, 5), torch.float32)
+    stock = nn.BatchNorm2d(3)
+    assert_near(layer(x), stock(x).double())
+    assert_near(layer.running_var, stock.running_var.double())
+
+
 def test_pruned_layers():
     """Pruning moves the parameter to weight_orig and leaves a plain tensor as weight."""
     layer, stock = nn.BatchNorm2d(3), nn.BatchNorm2d(3)

@@ -127,7 +127,8 @@ def revert_model(module: _M) -> _M:
 def _has_stock_forward(m: nn.Module) -> bool:
     """Whether calling ``m`` runs PyTorch's own forward."""
     stock = nn.SyncBatchNorm if isinstance(m, nn.SyncBatchNorm) else _BatchNorm
-    return type(m).forward is stock.forward and "forward" not in m.__dict__
+    classes = type(m), getattr(m, "cls_to_become", None) or type(m)  # a lazy one's at last
+    return all(c.forward is stock.forward for c in classes) and "forward" not in m.__dict__
 
 
 def _synchronized_class(m: nn.Module) -> type[modules.Synchronized]:
@@ -156,6 +157,9 @@ def _synchronized(cls: type[nn.Module]) -> type[modules.Synchronized]:
         )
         namespace = _methods(cls)
         namespace |= {"__module__": cls.__module__, "__reduce_ex__": _reduce_converted}
+        become = getattr(cls, "cls_to_become", None)  # of a lazy class
+        if become is not None:
+            namespace["cls_to_become"] = _synchronized(become)
         _SYNCHRONIZED[cls] = type(cls.__name__, (base, cls), namespace)
         _STOCK[_SYNCHRONIZED[cls]] = cls
     return _SYNCHRONIZED[cls]

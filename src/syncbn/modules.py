@@ -179,6 +179,7 @@ class Synchronized(Options):
         if (
             not (self.frozen or (trains and self.sync))
             and (bias is None or weight is not None)
+            and not (trains and isinstance(self, nn.SyncBatchNorm))  # whose own forward exchanges
             and fit_batch_norm(x, weight, bias, running_mean, running_var)
         ):
             # PyTorch's own forward, which on CUDA has no backward for a bias without a weight, and
