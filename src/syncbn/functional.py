@@ -282,7 +282,7 @@ class _BatchNormAlone(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         moments, bias, eps = ctx.rest
         needs = ctx.needs_input_grad
-        if is_grad_enabled() or is_batched(dy):
+        if is_grad_enabled():
             moments = moments[: 2 * x.shape[1] + 1]
             return _differentiable(dy, x, weight, bias, moments, eps, needs, LOCAL)
         need_dx, need_dweight, need_dbias, _ = needs
@@ -291,6 +291,9 @@ class _BatchNormAlone(torch.autograd.Function):
         dbias = empty_like(bias) if need_dbias else None
         workspace = memory_for(x).workspace if x.is_cuda else None
         if not _C.backward(dy, x, weight, moments, dweight, dbias, dx, workspace):
+            if is_batched(dy):
+                moments = moments[: 2 * x.shape[1] + 1]
+                return _differentiable(dy, x, weight, bias, moments, eps, needs, LOCAL)
             x, dy = alike(x, dy)
             dx = empty_like(x) if need_dx else None
             _C.backward(dy, x, weight, moments, dweight, dbias, dx, workspace)
