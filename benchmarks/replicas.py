@@ -5,10 +5,10 @@
 Three ways to run two replicas of the same layers: in threads with synchronized layers; in the same
 threads with layers that do not synchronize (each one participant by itself); and, for the scale,
 one after another. docs/performance.md says what the difference of the first two is made of. They
-take turns, step by step, and each is given by its
-tenth percentile: where other programs use the same cores, waiting for a replica is waiting for a
-core. On the CPU, and where there are two GPUs on these. Then eight replicas that synchronize: the
-processor time tells that those who wait do not spin.
+take turns, step by step, and each is given by its tenth percentile: where other programs use the
+same cores, waiting for a replica is waiting for a core. On the CPU, and where there are two GPUs on
+these. Then eight replicas that synchronize: the processor time tells that those who wait do not
+spin.
 """
 
 from __future__ import annotations
