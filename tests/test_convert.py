@@ -270,6 +270,13 @@ class ZeroWeight(nn.BatchNorm2d):
     def _forward(self, x):
         return "the user's"
 
+    forward = nn.BatchNorm2d.forward
+
+    def _replicate_for_data_parallel(self):
+        replica = super()._replicate_for_data_parallel()
+        replica.tag = "replica"
+        return replica
+
 
 def test_methods_of_a_subclass_come_before_ours():
     layer = ZeroWeight(3)
@@ -283,6 +290,13 @@ def test_methods_of_a_subclass_come_before_ours():
     assert layer._forward(None) == "the user's"
     assert not layer(batch((4, 3, 5, 5), torch.float32)).any()
     assert int(layer.num_batches_tracked) == 1
+    x = batch((5, 3, 5, 5), torch.float32)
+    with torch.no_grad():
+        layer.weight.fill_(1)
+    net = syncbn.ModelDataParallel(layer, ["cpu", "cpu"])
+    y = torch.cat(net(syncbn.scatter(x, net.devices)))
+    assert_near(y, nn.BatchNorm2d(3)(x).double())
+    assert layer._replicate_for_data_parallel().tag == "replica"
 
 
 class LazyNamed(nn.LazyBatchNorm2d):

@@ -168,6 +168,7 @@ def _synchronized(cls: type[nn.Module]) -> type[modules.Synchronized]:
 def _methods(cls: type[nn.Module]) -> dict[str, Any]:
     """Methods of a user's class that ours would hide, ``reset_parameters`` for example."""
     ours = {k for c in (Options, modules.Synchronized) for k, v in vars(c).items() if callable(v)}
+    ours -= {"forward", "_synchronized_forward", "_replicate_for_data_parallel"}  # how we work
     methods: dict[str, Any] = {}
     for c in cls.__mro__:
         if c in _SYNCHRONIZED or c is _BatchNorm:
