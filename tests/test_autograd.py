@@ -1,6 +1,7 @@
 """Derivatives on one rank: numerical, double, and where autograd is used in unusual ways."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -229,7 +230,8 @@ def test_an_activation_that_works_in_place_behind_the_layer(device):
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_batch_of_gradients(shape, absent, replicas):
-    """``is_grads_batched=True``, as of ``jacobian(vectorize=True)``, and one after another."""
+    """``is_grads_batched=True``, as of ``jacobian(vectorize=True)``, ``torch.vmap``, and one after
+    another."""
     x, weight, bias = inputs(shape, "contiguous", "cpu", absent)
     layer = syncbn.SyncBatchNorm(shape[1], dtype=torch.float64)
     layer.weight, layer.bias = (
@@ -243,10 +245,30 @@ def test_a_batch_of_gradients(shape, absent, replicas):
     wanted = [x, *layer.parameters()]
     dys = batch((3, *shape), seed=5)
     each = [torch.autograd.grad(y, wanted, dy, retain_graph=True) for dy in dys]
+
+    def gradients_of(dy, create_graph=False):
+        return torch.autograd.grad(y, wanted, dy, retain_graph=True, create_graph=create_graph)
+
+    mapped = torch.vmap(gradients_of)(dys)
+    differentiable = torch.vmap(partial(gradients_of, create_graph=True))(dys)
     together = torch.autograd.grad(y, wanted, dys, is_grads_batched=True)
-    for i, gradient in enumerate(together):
-        assert not gradient.requires_grad
-        assert_near(gradient, torch.stack([gradients[i] for gradients in each]), 100.0)
+    for found in together, mapped, differentiable:
+        for i, gradient in enumerate(found):
+            assert found is differentiable or not gradient.requires_grad
+            expected = torch.stack([gradients[i] for gradients in each])
+            assert_near(gradient.detach(), expected, 100.0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_batch_of_gradients_in_evaluation(layout):
+    x = batch((4, 3, 2, 2), layout=layout).requires_grad_()
+    y = syncbn.BatchNorm2d(3, dtype=torch.float64).eval()(x)
+    dys = batch((3, *x.shape), seed=5)
+    expected = torch.stack([torch.autograd.grad(y, x, dy, retain_graph=True)[0] for dy in dys])
+    mapped = torch.vmap(lambda dy: torch.autograd.grad(y, x, dy, retain_graph=True)[0])(dys)
+    assert_near(mapped, expected, 10.0)
+    (together,) = torch.autograd.grad(y, x, dys, is_grads_batched=True)
+    assert_near(together, expected, 10.0)
 
 
 def test_jacobians_and_hessians_by_vectors():

@@ -1,6 +1,7 @@
 """Derivatives across ranks: numerical ones of the whole computation, and double backward."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -211,15 +212,27 @@ def test_double_backward_of_no_values_at_all():
         assert dweight.tolist() == [0] * 5
 
 
-def _a_batch_of_gradients(x):
+def _batches_of_gradients(x):
     x = x.requires_grad_()
     y = batchnorm2d_sync(x, None, None, None, None)
-    try:
-        torch.autograd.grad(y, x, torch.ones(2, *x.shape).to(x), is_grads_batched=True)
-    except RuntimeError as error:
-        return str(error)
+    (dx,) = torch.autograd.grad(y, x, x.detach(), create_graph=True)
+    dys = torch.ones(2, *x.shape).to(x)
+    errors = []
+    for output in y, dx:
+        for create_graph in False, True:
+            gradient = partial(
+                torch.autograd.grad, output, x, retain_graph=True, create_graph=create_graph
+            )
+            for batched in partial(gradient, is_grads_batched=True), torch.vmap(gradient):
+                try:
+                    batched(dys)
+                except RuntimeError as error:
+                    errors.append(str(error))
+    return errors
 
 
 def test_a_batch_of_gradients_is_refused():
-    for error in run_ranks(2, _a_batch_of_gradients, batch((4, 3))):
-        assert error.startswith("batchnorm2d_sync: expected one gradient at a time with several")
+    expected = "batchnorm2d_sync: expected one gradient at a time with several"
+    for errors in run_ranks(2, _batches_of_gradients, batch((4, 3))):
+        assert len(errors) == 8
+        assert [error[:62] for error in errors] == [expected] * 8

@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, empty_like, float64, is_grad_enabled
 from torch._C import _are_functorch_transforms_active as functorch_active
 from torch._C import _len_torch_dispatch_stack
-from torch._C._functorch import is_legacy_batchedtensor as is_batched
 from torch.autograd import profiler
 from torch.compiler import is_compiling
 
 from . import _C, reference
-from ._function import direct
+from ._function import direct, is_batched
 from ._ops import (
     KERNELS,
     REFERENCE,
@@ -152,12 +151,12 @@ def batchnorm2d_sync(
     return y
 
 
-def _in_layout(strides: tuple[int, ...], dy: Tensor) -> Tensor:
+def _in_layout(strides: tuple[int, ...], dy: Tensor | None) -> Tensor | None:
     """``dy`` with these strides. PyTorch's backward on the CPU reads others wrongly where x has
     dimensions of size 1."""
-    if dy.stride() == strides or is_batched(dy):
+    if dy is None or dy.stride() == strides:  # None: no gradient comes this way
         return dy
-    return torch.empty_strided(dy.shape, strides, dtype=dy.dtype, device=dy.device).copy_(dy)
+    return dy.new_empty_strided(dy.shape, strides).copy_(dy)
 
 
 def fit_batch_norm(x: Tensor, *vectors: Tensor | None) -> bool:
@@ -317,7 +316,10 @@ def _differentiable(
     """The gradients in PyTorch's own operations: create_graph=True, or a batch of gradients."""
 
     def all_reduce(values: Tensor) -> Tensor:
-        if exchange.size > 1 and is_grad_enabled() and not values.requires_grad:
+        if exchange.size == 1:
+            return values
+        _expect_one_gradient(values)
+        if is_grad_enabled() and not values.requires_grad:
             # Others may differentiate their values again, and then wait for this participant.
             values.requires_grad_()
         reduced: Tensor = _AllReduce.apply(values, exchange)
@@ -340,15 +342,19 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, exchange: Exchange) -> Tensor:
-        if is_batched(values) and exchange.size > 1:
-            raise RuntimeError(
-                "batchnorm2d_sync: expected one gradient at a time with several participants, got "
-                "a batch of them (is_grads_batched=True, or vectorize=True of "
-                "torch.autograd.functional)"
-            )
         ctx.exchange = exchange
         return exchange.all_reduce(values.clone())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        _expect_one_gradient(gradient)
         return _AllReduce.apply(gradient, ctx.exchange), None
+
+
+def _expect_one_gradient(values: Tensor) -> None:
+    if not is_compiling() and (functorch_active() or is_batched(values)):
+        raise RuntimeError(
+            "batchnorm2d_sync: expected one gradient at a time with several participants, got a "
+            "batch of them (torch.vmap, is_grads_batched=True, or vectorize=True of "
+            "torch.autograd.functional)"
+        )

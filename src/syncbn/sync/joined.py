@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor as is_batched
 
 from .. import reference
-from .._function import direct
+from .._function import direct, is_batched
 from .._ops import KERNELS, alike, sums_dy_for
 
 if TYPE_CHECKING:
