@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 import warnings
 
 import pytest
@@ -320,17 +321,86 @@ def test_a_lazy_layer_becomes_the_subclass_that_it_names():
         syncbn.convert_model(LazyActivated())
 
 
+class Locked(nn.BatchNorm2d):
+    """Holds what can be neither pickled nor copied."""
+
+    def __init__(self, tag):
+        super().__init__(3, eps=0.5)
+        self.tag = tag
+        self.lock = threading.Lock()
+
+    def __getstate__(self):
+        return {k: v for k, v in self.__dict__.items() if k != "lock"}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.lock = threading.Lock()
+
+
+class Cloning(nn.BatchNorm2d):
+    def __deepcopy__(self, memo):
+        twin = type(self)(self.num_features)
+        twin.load_state_dict(self.state_dict())
+        twin.tag = "deep"
+        return twin
+
+    def __copy__(self):
+        twin = type(self)(self.num_features)
+        twin.tag = "shallow"
+        return twin
+
+
+def test_a_subclass_copies_and_pickles_as_it_did():
+    group = syncbn.sync.Local()
+    layer = converts_silently(Locked("tag"), group)
+    for twin in copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)):
+        assert type(twin) is type(layer)
+        assert (twin.tag, twin.eps) == ("tag", 0.5)
+        assert twin.lock is not layer.lock
+    assert copy.deepcopy(layer).process_group is group
+    assert pickle.loads(pickle.dumps(layer)).process_group is None
+    again = type(layer)("another")
+    assert (again.tag, again.eps, again.num_features) == ("another", 0.5, 3)
+
+    layer = converts_silently(Cloning(3), group)
+    layer(batch((4, 3, 5, 5), torch.float32))
+    twin = copy.deepcopy(layer)
+    assert twin.tag == "deep"
+    assert twin.process_group is group
+    assert twin.running_mean.tolist() == layer.running_mean.tolist()
+    assert copy.copy(layer).tag == "shallow"
+
+
+def test_a_class_derived_from_a_converted_one():
+    layer = converts_silently(Named(3, "tag"))
+    parametrize.register_parametrization(layer, "weight", Square())
+    with pytest.raises(RuntimeError, match="Serialization of parametrized modules"):
+        pickle.dumps(layer)
+    assert copy.deepcopy(layer).described() == "tag 3"
+
+
+class LazyFilled(nn.LazyBatchNorm2d):
+    cls_to_become = Named
+
+    def initialize_parameters(self, input):
+        super().initialize_parameters(input)
+        nn.init.constant_(self.weight, 2)
+
+
 class Synchronizing(nn.SyncBatchNorm):
-    pass
+    def _check_input_dim(self, input):
+        if input.dim() != 3:
+            raise ValueError("only 3 dimensions")
 
 
-def test_sync_off_in_a_subclass_of_torchs_synchronized_layer():
+def test_methods_that_only_some_of_our_classes_have():
+    layer = converts_silently(LazyFilled())
+    layer(batch((4, 3, 5, 5), torch.float32))
+    assert layer.weight.tolist() == [2, 2, 2]
     layer = converts_silently(Synchronizing(3))
-    layer.sync = False
-    x = batch((4, 3, 5, 5), torch.float32)
-    stock = nn.BatchNorm2d(3)
-    assert_near(layer(x), stock(x).double())
-    assert_near(layer.running_var, stock.running_var.double())
+    with pytest.raises(ValueError, match="only 3 dimensions"):
+        layer(batch((4, 3, 5, 5), torch.float32))
+    assert layer(batch((4, 3, 5), torch.float32)).shape == (4, 3, 5)
 
 
 def test_pruned_layers():

@@ -56,6 +56,26 @@ def test_convert_keeps_the_group_of_torchs_sync_batch_norm():
         assert_near(other, together[rank]["y"])
 
 
+class Derived(torch.nn.SyncBatchNorm):
+    pass
+
+
+def _sync_off_in_a_subclass(xs):
+    x = xs[dist.get_rank()]
+    layer = syncbn.convert_model(Derived(5).to(x))
+    layer.sync = False
+    return layer(x), layer.running_var
+
+
+def test_sync_off_in_a_subclass_of_torchs_synchronized_layer():
+    """Whose forward, PyTorch's own, exchanges."""
+    xs, dys = parts(EQUAL)
+    for rank, (y, running_var) in enumerate(run_ranks(2, _sync_off_in_a_subclass, xs)):
+        (alone,) = run_whole(xs[rank : rank + 1], dys[rank : rank + 1])
+        assert_near(y, alone["y"])
+        assert_near(running_var, alone["running_var"])
+
+
 def _lazy_from_the_first_forward(xs):
     x = xs[dist.get_rank()]
     layer = syncbn.convert_model(torch.nn.Sequential(torch.nn.LazyBatchNorm2d()).to(x))

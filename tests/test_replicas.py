@@ -203,6 +203,22 @@ def test_replicas_and_a_process_group_are_not_mixed():
     assert len(data_parallel(layer.eval(), xs)) == 2
 
 
+class Half(nn.Module):
+    def forward(self, t):
+        return t / 2
+
+
+def test_a_parametrized_layer_whose_last_replicas_are_still_there():
+    layer = syncbn.BatchNorm2d(3, dtype=torch.float64)
+    for name in "weight", "bias":
+        parametrize.register_parametrization(layer, name, Half())
+    x = batch((4, 3, 2, 2))
+    expected = copy.deepcopy(layer)(x)
+    kept = replicate(layer.eval(), 2)
+    assert len(kept) == 2
+    assert_near(torch.cat(data_parallel(layer.train(), x.split(2))), expected)
+
+
 def test_copies_and_pickles_after_a_step():
     model = syncbn.convert_model(net())
     before = pickle.loads(pickle.dumps(model.__getstate__()))

@@ -26,4 +26,4 @@ def direct(function: type[Function]) -> Callable[..., Any]:
 def is_batched(dy: Tensor) -> bool:
     """Whether ``dy`` stands for a batch of gradients, or for another tensor of ``torch.func``:
     without memory for kernels, but not a subclass."""
-    return is_legacy_batchedtensor(dy) or is_functorch_wrapped_tensor(dy)  # type: ignore[no-any-return]
+    return is_legacy_batchedtensor(dy) or is_functorch_wrapped_tensor(dy)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, TypeVar
 
@@ -155,7 +154,7 @@ def _synchronized(cls: type[nn.Module]) -> type[modules.Synchronized]:
         base = next(
             (_SYNCHRONIZED[c] for c in cls.__mro__ if c in _SYNCHRONIZED), modules.Synchronized
         )
-        namespace = _methods(cls)
+        namespace = _methods(cls, base)
         namespace |= {"__module__": cls.__module__, "__reduce_ex__": _reduce_converted}
         become = getattr(cls, "cls_to_become", None)  # of a lazy class
         if become is not None:
@@ -165,16 +164,23 @@ def _synchronized(cls: type[nn.Module]) -> type[modules.Synchronized]:
     return _SYNCHRONIZED[cls]
 
 
-def _methods(cls: type[nn.Module]) -> dict[str, Any]:
+# How the synchronized classes work; the last two build on a user's own.
+_OURS_ALONE = frozenset(
+    {"forward", "_synchronized_forward", "_replicate_for_data_parallel"}
+    | {"__getstate__", "__deepcopy__"}
+)
+
+
+def _methods(cls: type[nn.Module], base: type[modules.Synchronized]) -> dict[str, Any]:
     """Methods of a user's class that ours would hide, ``reset_parameters`` for example."""
-    ours = {k for c in (Options, modules.Synchronized) for k, v in vars(c).items() if callable(v)}
-    ours -= {"forward", "_synchronized_forward", "_replicate_for_data_parallel"}  # how we work
+    hiding = [c for c in base.__mro__ if issubclass(c, Options)]
+    ours = {k for c in hiding for k, v in vars(c).items() if callable(v)} - _OURS_ALONE
     methods: dict[str, Any] = {}
     for c in cls.__mro__:
         if c in _SYNCHRONIZED or c is _BatchNorm:
             break
         for name, value in vars(c).items():
-            if name in ours and callable(value) and not name.startswith("__"):
+            if name in ours and callable(value):
                 methods.setdefault(name, value)
     return methods
 
@@ -197,9 +203,12 @@ def _deepcopy_parametrized(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return copied
 
 
-def _reduce_converted(self: Any, protocol: int) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
+def _reduce_converted(self: Any, protocol: int) -> str | tuple[Any, ...]:
     """Pickles an instance of a class made above by way of the class that it was made from."""
-    return _new_converted, (_STOCK[type(self)],), self.__getstate__()
+    stock = _STOCK.get(type(self))
+    if stock is None:  # of a class derived from one made above
+        return object.__reduce_ex__(self, protocol)
+    return _new_converted, (stock,), self.__getstate__()
 
 
 def _new_converted(cls: type[nn.Module]) -> nn.Module:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from ._options import OPTIONS, Initializer, Options, channels_second
 from .functional import batchnorm2d_sync, fit_batch_norm
@@ -228,18 +229,28 @@ class Synchronized(Options):
     def __deepcopy__(self, memo: dict[int, Any]) -> Synchronized:
         # A process group cannot be copied: the copy belongs to the same one. The place of a replica
         # cannot be taken twice: a copy is a layer by itself.
-        state, group = self.__dict__, self.process_group
-        if isinstance(group, Replica):
-            group = group.group
-            state = {**state, "process_group": group}
-        memo[id(group)] = group
-        copied = self.__class__.__new__(self.__class__)
-        memo[id(self)] = copied
-        copied.__setstate__(deepcopy(state, memo))
+        group = self.process_group
+        memo[id(group)] = group.group if isinstance(group, Replica) else group
+        copied: Synchronized
+        if hasattr(super(), "__deepcopy__"):  # a converted subclass's own
+            copied = super().__deepcopy__(memo)  # type: ignore[misc]
+        else:
+            copied = self.__class__.__new__(self.__class__)
+            memo[id(self)] = copied
+            # A parametrized class has a __getstate__ that raises, for pickles.
+            parametrized = parametrize.is_parametrized(self)
+            state = Synchronized.__getstate__(self) if parametrized else self.__getstate__()
+            copied.__setstate__(deepcopy(state, memo))
+        if "process_group" in self.__dict__:
+            copied.process_group = memo[id(group)]
         return copied
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "process_group"}
+    def __getstate__(self) -> Any:
+        # Python before 3.11 has no object.__getstate__.
+        state = super().__getstate__() if hasattr(super(), "__getstate__") else self.__dict__
+        if isinstance(state, dict):
+            state = {k: v for k, v in state.items() if k != "process_group"}
+        return state
 
 
 class BatchNorm1d(Synchronized, nn.BatchNorm1d):

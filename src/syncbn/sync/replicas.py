@@ -46,6 +46,7 @@ class Replica(Exchange):
         self.group = group
         self._original = id(original)
         self._parameters = tuple(original._parameters)  # their names
+        self._children = {name: id(child) for name, child in original._modules.items()}
         self._calls = 0
         self._kept: tuple[Tensor, bool] | None = None  # the last sums, and whether grad mode was on
 
@@ -164,8 +165,13 @@ def _nothing() -> None:
 def _is_complete(replica: nn.Module, place: Replica) -> bool:
     """Whether the replication that made ``replica`` is over.
 
-    Its last act is to give each replica what stands for the original's parameters, None included.
+    Its last act is to give each replica what stands for the original's children, then for its
+    parameters, None included. A parametrized layer has no parameters of its own, but children.
     """
-    return place.rendezvous.started or any(
-        name in replica.__dict__ or name in replica._parameters for name in place._parameters
+    return (
+        place.rendezvous.started
+        or any(
+            name in replica.__dict__ or name in replica._parameters for name in place._parameters
+        )
+        or any(id(replica._modules[name]) != child for name, child in place._children.items())
     )
